@@ -1,0 +1,1 @@
+"""Floating-point facts: formats, rounding, exponent histograms, error measures."""
