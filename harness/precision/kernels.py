@@ -1,0 +1,99 @@
+"""Replaces kernels of the ATen registry for a while.
+
+Working in the dispatcher, below Python, catches what composite C++ ops (`cross_entropy`,
+`multi_head_attention_forward`) call inside; a `TorchFunctionMode` misses those.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """One kernel to install.
+
+    Attributes:
+        op: Registry name without `aten::`, e.g. `softmax.int`.
+        kernel: The Python kernel; called with positional arguments and the keyword-only ones.
+        key: Dispatch key, e.g. `AutocastCPU`.
+    """
+
+    op: str
+    kernel: Kernel
+    key: str
+
+
+@contextmanager
+def registered(overrides: Iterable[Override]) -> Iterator[None]:
+    """Install kernels until the context ends; then the ones before, if any, are back.
+
+    Nests: the innermost registration wins.
+    """
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            # torch warns once per process that a kernel is replaced, which is the purpose here.
+            warnings.simplefilter("ignore")
+            for override in overrides:
+                library.impl(override.op, override.kernel, override.key, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+@functools.cache
+def fall_through(key: str) -> Any:
+    """Let every op without a kernel at `key` pass on to the next key.
+
+    Once per process, for a key that no backend in use has: it changes nothing until the key is
+    included in a thread's set.
+    """
+    library: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    library.fallback(torch.library.fallthrough_kernel, key)
+    return library
+
+
+def overload(name: str) -> OpOverload:
+    """Return the op called `name` (`sum`, `sum.dim_IntList`)."""
+    base, _, variant = name.partition(".")
+    packet = getattr(torch.ops.aten, base)
+    return getattr(packet, variant or "default")  # type: ignore[no-any-return]
+
+
+def exists(name: str) -> bool:
+    """Return whether this torch has the op `name`."""
+    base, _, variant = name.partition(".")
+    packet = getattr(torch.ops.aten, base, None)
+    return packet is not None and (variant or "default") in packet.overloads()
+
+
+def functional_overloads(base: str) -> tuple[str, ...]:
+    """Return the overloads of an ATen op that return new tensors, `()` if there is no such op.
+
+    In-place and `out=` variants write into a tensor of a fixed format, so no policy can change
+    the format they run in.
+    """
+    if not base.isidentifier():
+        return ()
+    packet = getattr(torch.ops.aten, base, None)
+    if packet is None:
+        return ()
+    names = []
+    for variant in packet.overloads():
+        op = getattr(packet, variant)
+        if not op._schema.is_mutable and any(
+            isinstance(argument.type, torch.TensorType) for argument in op._schema.arguments
+        ):
+            names.append(base if variant == "default" else f"{base}.{variant}")
+    return tuple(names)

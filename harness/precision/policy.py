@@ -1,0 +1,166 @@
+"""What "train in BF16 with softmax in FP32" means, as a value; how it is made true is `execution`.
+
+Torch-free, so that records, analysis and reports can carry policies without importing torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16"]
+ParamFormat = Literal["fp32", "bf16", "fp16"]
+LossScaleKind = Literal["none", "static", "dynamic", "deepspeed"]
+Selector = Literal["normalization", "attention_scores", "output_head", "loss"]
+
+COMPUTE_FORMATS: tuple[ComputeFormat, ...] = ("fp32", "tf32", "bf16", "fp16")
+PARAM_FORMATS: tuple[ParamFormat, ...] = ("fp32", "bf16", "fp16")
+LOSS_SCALE_KINDS: tuple[LossScaleKind, ...] = ("none", "static", "dynamic", "deepspeed")
+SELECTORS: tuple[Selector, ...] = ("normalization", "attention_scores", "output_head", "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleSettings:
+    """How the loss is scaled before backward.
+
+    `dynamic` follows `torch.amp.GradScaler`: halve and skip the step on overflow, double after
+    `growth_interval` clean steps. `deepspeed` adds `hysteresis` (that many overflows before the
+    scale falls) and `min_scale`, as DeepSpeed's dynamic scaler does.
+    """
+
+    kind: LossScaleKind = "none"
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.kind in LOSS_SCALE_KINDS, "loss_scale.kind", self.kind, LOSS_SCALE_KINDS)
+        _require(self.init_scale > 0, "loss_scale.init_scale", self.init_scale, "> 0")
+        _require(self.growth_factor > 1, "loss_scale.growth_factor", self.growth_factor, "> 1")
+        _require(
+            0 < self.backoff_factor < 1,
+            "loss_scale.backoff_factor",
+            self.backoff_factor,
+            "in (0, 1)",
+        )
+        _require(
+            self.growth_interval >= 1, "loss_scale.growth_interval", self.growth_interval, ">= 1"
+        )
+        _require(self.hysteresis >= 1, "loss_scale.hysteresis", self.hysteresis, ">= 1")
+        _require(self.min_scale >= 0, "loss_scale.min_scale", self.min_scale, ">= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPolicy:
+    """A precision policy: which formats a training run uses, and where it stays in FP32.
+
+    Attributes:
+        name: Label in tables and reports; not part of the policy's identity.
+        description: One sentence for the report.
+        compute_format: Format of the ops that CUDA autocast lowers (matmul, linear, convolution,
+            ...). `fp32` means no autocast at all; `tf32` keeps FP32 storage and rounds operands.
+        param_format: Storage of weights, floating buffers, gradients and so of optimizer state.
+        fp32_ops: Op or op-family names forced to FP32. A name that is unknown is an error.
+        fp32_modules: Module patterns forced to FP32 (see `precision.modules`). A pattern that
+            matches no module is an error.
+        fp32_selectors: Structural selectors that mean something on any model and may match
+            nothing: `normalization`, `attention_scores`, `output_head`, `loss`.
+        low_precision_ops: Op or op-family names that run in `compute_format` although CUDA
+            autocast keeps them in FP32; `("all",)` drops autocast's FP32 lists but for the losses,
+            as in a hand-cast model.
+        loss_scale: See `LossScaleSettings`.
+        perturbation: Initial FP32 weights are multiplied by `1 + perturbation * U(-1, 1)` before
+            training: the noise-matched control uses 2^-8.
+        clip_before_unscale: The planted fault of clipping scaled gradients; for tests and cases.
+    """
+
+    name: str
+    description: str = ""
+    compute_format: ComputeFormat = "fp32"
+    param_format: ParamFormat = "fp32"
+    fp32_ops: tuple[str, ...] = ()
+    fp32_modules: tuple[str, ...] = ()
+    fp32_selectors: tuple[Selector, ...] = ()
+    low_precision_ops: tuple[str, ...] = ()
+    loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
+    perturbation: float = 0.0
+    clip_before_unscale: bool = False
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name), "policy.name", self.name, "a non-empty name")
+        _require(
+            self.compute_format in COMPUTE_FORMATS,
+            "policy.compute_format",
+            self.compute_format,
+            COMPUTE_FORMATS,
+        )
+        _require(
+            self.param_format in PARAM_FORMATS,
+            "policy.param_format",
+            self.param_format,
+            PARAM_FORMATS,
+        )
+        for selector in self.fp32_selectors:
+            _require(selector in SELECTORS, "policy.fp32_selectors", selector, SELECTORS)
+        _require(self.perturbation >= 0, "policy.perturbation", self.perturbation, ">= 0")
+
+    @property
+    def is_control(self) -> bool:
+        """Whether this is FP32 with perturbed initial weights: drawn, never judged or chosen."""
+        return self.perturbation > 0 and self.computes_in_fp32
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is plain FP32, what every candidate is compared with."""
+        return self.perturbation == 0 and self.computes_in_fp32
+
+    @property
+    def computes_in_fp32(self) -> bool:
+        """Whether nothing in this policy is below FP32."""
+        return self.compute_format == "fp32" and self.param_format == "fp32"
+
+    def content(self) -> dict[str, Any]:
+        """Return everything that can change numbers: all fields but `name` and `description`."""
+        data = dataclasses.asdict(self)
+        del data["name"], data["description"]
+        return json.loads(json.dumps(data))  # type: ignore[no-any-return]
+
+    def content_hash(self) -> str:
+        """Return 16 hex digits that agree exactly when two policies have the same content."""
+        text = json.dumps(self.content(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
+        """Build a policy from plain data (YAML or a stored record).
+
+        Raises:
+            ValueError: A key is unknown or a value is not allowed; the message names the key.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ValueError(
+                f"policy has no field {unknown[0]!r}; it has {', '.join(sorted(known))}"
+            )
+        values: dict[str, Any] = dict(data)
+        for key in ("fp32_ops", "fp32_modules", "fp32_selectors", "low_precision_ops"):
+            value = values.get(key, ())
+            values[key] = (value,) if isinstance(value, str) else tuple(value)
+        scale = values.get("loss_scale", {})
+        if not isinstance(scale, LossScaleSettings):
+            values["loss_scale"] = LossScaleSettings(**dict(scale))
+        return cls(**values)
+
+
+def _require(holds: bool, key: str, value: object, allowed: object) -> None:
+    if not holds:
+        wanted = ", ".join(map(str, allowed)) if isinstance(allowed, tuple) else allowed
+        raise ValueError(f"{key}={value!r} is not allowed; allowed: {wanted}")
