@@ -1,0 +1,1 @@
+"""Models with their data: the built-in ones, and the user's own."""
