@@ -1,0 +1,1 @@
+"""Measurements on sampled training steps; they read tensors and never change a run."""

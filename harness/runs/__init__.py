@@ -1,0 +1,1 @@
+"""One seeded run under one policy, and the record it leaves."""

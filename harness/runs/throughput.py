@@ -1,0 +1,184 @@
+"""The timing stage: step times of reference and candidates, alternating in one process.
+
+Runs share a machine with other runs, so their own step times cannot be compared. Here policies take
+turns in short blocks of steps on an otherwise idle device, probes off, and ratios are formed block
+by block. Emulated policies are not timed: their speed says nothing about the format's.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from harness.precision.execution import applied
+from harness.precision.policy import PrecisionPolicy
+from harness.runs.crash import Position, describe_crash
+from harness.runs.determinism import (
+    deterministic,
+    preserved_random_state,
+    seed_everything,
+    stream_seed,
+)
+from harness.runs.dropout import paired_dropout
+from harness.runs.settings import RunSettings
+from harness.runs.step import TrainingStep
+from harness.runs.timing import TimingRecord, time_ratio
+from harness.workloads.base import Workload
+from harness.workloads.batches import to_device
+
+_OTHERS_MEMORY_BYTES = 2 << 30
+
+
+def measure_step_times(
+    workload: Workload,
+    policies: Sequence[PrecisionPolicy],
+    settings: RunSettings,
+    *,
+    reference: str,
+    blocks: int = 8,
+    steps_per_block: int = 5,
+    warmup_steps: int = 3,
+) -> TimingRecord:
+    """Time training steps of every policy in turn; return their times and ratios.
+
+    Each block starts from the same weights, a new optimizer and `warmup_steps` untimed steps; the
+    order of policies is reversed from block to block. A policy that is emulated or that raises is
+    excluded with its reason; without a time of the reference there are no ratios.
+
+    Args:
+        workload: The model.
+        policies: The grid's policies, the reference among them.
+        settings: Seed, device, threads and backend; its other fields are not used.
+        reference: Name of the reference policy.
+        blocks: Blocks per policy; the interval is over them.
+        steps_per_block: Timed steps in each.
+        warmup_steps: Untimed steps before them.
+
+    Raises:
+        ValueError: `reference` is not among `policies`, or a count is below 1.
+    """
+    if reference not in {policy.name for policy in policies}:
+        raise ValueError(f"reference={reference!r} is not among the policies")
+    if min(blocks, steps_per_block) < 1 or warmup_steps < 0:
+        raise ValueError("blocks and steps_per_block must be at least 1, warmup_steps at least 0")
+    device = torch.device(settings.device)
+    times: dict[str, list[float]] = {}
+    excluded: dict[str, str] = {}
+    with preserved_random_state(device), deterministic(settings.num_threads, set()):
+        stage = _Stage(workload, settings, device, warmup=warmup_steps, timed=steps_per_block)
+        for block in range(blocks):
+            ordered = policies if block % 2 == 0 else list(reversed(policies))
+            for policy in ordered:
+                if policy.name in excluded:
+                    continue
+                seconds = stage.block(policy, excluded, is_reference=policy.name == reference)
+                if seconds is not None:
+                    times.setdefault(policy.name, []).append(seconds)
+    complete = {name: tuple(t) for name, t in times.items() if len(t) == blocks}
+    ratios = {}
+    if reference in complete:
+        ratios = {
+            name: time_ratio(t, complete[reference])
+            for name, t in complete.items()
+            if name != reference and name not in excluded
+        }
+    return TimingRecord(
+        workload=workload.name,
+        device=device.type,
+        reference=reference,
+        steps_per_block=steps_per_block,
+        step_time_s=complete,
+        ratios=ratios,
+        excluded=excluded,
+        note=_note(device, blocks, steps_per_block),
+    )
+
+
+class _Stage:
+    """One model, put back to its first weights before every block."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        settings: RunSettings,
+        device: torch.device,
+        *,
+        warmup: int,
+        timed: int,
+    ) -> None:
+        self._workload, self._settings, self._device = workload, settings, device
+        self._warmup, self._timed = warmup, timed
+        seed_everything(stream_seed(settings.seed, stream="model"), device)
+        self._model: nn.Module = workload.build_model(settings.seed).to(device)
+        self._start = copy.deepcopy(self._model.state_dict())
+        count = warmup + timed
+        iterator = iter(workload.batches(settings.seed, count))
+        self._batches = [to_device(next(iterator), device) for _ in range(count)]
+
+    def block(
+        self, policy: PrecisionPolicy, excluded: dict[str, str], *, is_reference: bool
+    ) -> float | None:
+        """Return seconds per step of one block; None when the policy cannot be timed."""
+        position = Position(doing="while timing")
+        try:
+            self._model.load_state_dict(self._start)
+            with (
+                paired_dropout(self._device) as masks,
+                applied(
+                    policy,
+                    self._model,
+                    device=self._device,
+                    backend=self._settings.backend,
+                    trace_forward=lambda: self._workload.loss_fn(self._model, self._batches[0]),
+                ) as execution,
+            ):
+                optimizer = self._workload.make_optimizer(self._model)
+                step = TrainingStep(
+                    self._workload,
+                    self._model,
+                    optimizer=optimizer,
+                    scheduler=None,
+                    policy=policy,
+                    execution=execution,
+                    masks=masks,
+                    seed=self._settings.seed,
+                    position=position,
+                )
+                seconds = self._time(step)
+                if execution.kind == "emulated" and not is_reference:
+                    excluded[policy.name] = "emulated on this device"
+                    return None
+                return seconds
+        except Exception as error:  # noqa: BLE001 - a candidate that raises has no time, not no sweep
+            report = describe_crash(error, position=position, model=self._model)
+            excluded[policy.name] = report.sentence
+            return None
+
+    def _time(self, step: TrainingStep) -> float:
+        started = 0.0
+        for i, batch in enumerate(self._batches):
+            if i == self._warmup:
+                self._wait()
+                started = time.perf_counter()
+            step.run(batch, step=i, observer=None)
+        self._wait()
+        return (time.perf_counter() - started) / self._timed
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _note(device: torch.device, blocks: int, steps: int) -> str:
+    how = f"{blocks} alternating blocks of {steps} steps, probes off"
+    if device.type != "cuda":
+        return f"{how}, on a CPU: says nothing about the speed on a GPU"
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    if others > _OTHERS_MEMORY_BYTES:
+        return f"{how}; other processes held memory of this GPU, so the times may be disturbed"
+    return how

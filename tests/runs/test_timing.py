@@ -1,0 +1,96 @@
+"""The timing stage: ratios against brute force, round trip, exclusions, trainings left alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_workloads import BF16, FP16, FP32, TF32, TinyWorkload, settings
+
+from harness.runs.throughput import measure_step_times
+from harness.runs.timing import TimeRatio, TimingRecord, read_timing, time_ratio, write_timing
+
+
+def test_ratio_of_medians_and_its_interval_by_brute_force() -> None:
+    """Oracle: all 4^4 resamples of four blocks, in pairs."""
+    candidate, reference = [1.0, 1.2, 1.1, 3.0], [2.0, 2.0, 2.2, 2.1]
+    ratio = time_ratio(candidate, reference)
+    assert ratio.value == pytest.approx(1.15 / 2.05)
+    all_resamples = [
+        np.median([candidate[i] for i in pick]) / np.median([reference[i] for i in pick])
+        for pick in itertools.product(range(4), repeat=4)
+    ]
+    low, high = np.quantile(all_resamples, [0.025, 0.975])
+    # 2000 random resamples of a discrete distribution: its steps near the ends are about 5 %
+    assert ratio.ci_low == pytest.approx(low, rel=0.06)
+    assert ratio.ci_high == pytest.approx(high, rel=0.06)
+
+
+def test_degenerate_blocks() -> None:
+    assert time_ratio([1.0], [2.0]) == TimeRatio(value=0.5, ci_low=None, ci_high=None)
+    assert time_ratio([3.0] * 4, [2.0] * 4) == TimeRatio(value=1.5, ci_low=1.5, ci_high=1.5)
+    with pytest.raises(ValueError, match="blocks"):
+        time_ratio([], [])
+    with pytest.raises(ValueError, match="blocks"):
+        time_ratio([1.0], [1.0, 2.0])
+
+
+def test_round_trip_and_bad_files(tmp_path: Path) -> None:
+    record = TimingRecord(
+        workload="m",
+        device="cpu",
+        reference="fp32",
+        steps_per_block=3,
+        step_time_s={"fp32": (0.1, 0.2), "bf16": (0.05, 0.1)},
+        ratios={"bf16": TimeRatio(value=0.5, ci_low=0.4, ci_high=None)},
+        excluded={"tf32": "emulated on this device"},
+        note="a note",
+    )
+    assert read_timing(tmp_path) is None
+    path = write_timing(record, tmp_path / "deep")
+    assert read_timing(tmp_path / "deep") == record
+    path.write_text(json.dumps({"schema_version": 99}))
+    with pytest.raises(ValueError, match="99"):
+        read_timing(tmp_path / "deep")
+    path.write_text("nonsense")
+    with pytest.raises(ValueError, match=r"timing\.json"):
+        read_timing(tmp_path / "deep")
+
+
+def test_stage_times_native_policies_and_says_why_not_the_others() -> None:
+    def broken(model, batch):
+        if torch.is_autocast_enabled("cpu"):
+            raise ZeroDivisionError("low precision only")
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    counts = {"blocks": 3, "steps_per_block": 2, "warmup_steps": 1}
+    record = measure_step_times(
+        TinyWorkload(), [FP32, TF32, FP16], settings(1), reference="fp32", **counts
+    )
+    assert len(record.step_time_s["fp32"]) == 3
+    assert all(t > 0 for t in record.step_time_s["fp32"])
+    assert record.excluded["tf32"] == "emulated on this device"
+    assert "tf32" not in record.ratios
+    assert "CPU" in record.note
+    record = measure_step_times(
+        TinyWorkload(loss=broken), [FP32, BF16], settings(1), reference="fp32", **counts
+    )
+    assert "low precision only" in record.excluded["bf16"]
+    assert not record.ratios
+    with pytest.raises(ValueError, match="reference"):
+        measure_step_times(TinyWorkload(), [FP32], settings(1), reference="bf16")
+
+
+def test_two_names_for_fp32_have_a_ratio_near_one() -> None:
+    import dataclasses
+
+    same = dataclasses.replace(FP32, name="same")
+    record = measure_step_times(
+        TinyWorkload(), [FP32, same], settings(1), reference="fp32", blocks=5, steps_per_block=4
+    )
+    # steps of a few hundred microseconds on a shared machine: only the order of magnitude is sure
+    assert 0.2 < record.ratios["same"].value < 5
