@@ -1,0 +1,1 @@
+"""MLflow, both directions: copies of runs and reports, and the records read back from them."""
