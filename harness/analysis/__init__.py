@@ -1,0 +1,1 @@
+"""Records in, verdicts out; no torch, MLflow or Hydra."""

@@ -1,0 +1,254 @@
+"""Which policy to train in, given the verdicts: by measured speed on a GPU, by a fixed order else.
+
+On a CPU step times say nothing about a GPU, so the order of formats is assumed and said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.analysis.fallbacks import fallback_reasons, rejection_reason
+from harness.analysis.findings import Choice, Reason, Verdict
+from harness.analysis.rule import DecisionRule
+from harness.analysis.wording import in_words, listing, seeds_text
+
+MEASURED = "measured"
+ASSUMED = "assumed, not measured"
+
+# By name first, then a user's own policies right after the built-in ones of the same format. FP16
+# follows BF16 because its scaler can skip steps and its range can overflow.
+_ASSUMED_ORDER = {"bf16": 0, "bf16_fallback": 1, "fp16": 3, "tf32": 5, "fp32": 7}
+_FORMAT_ORDER = {"bf16": 2, "fp16": 4, "tf32": 6, "fp32": 8}
+# Wider first: what decides between speeds that are about equal.
+_WIDTH = {"fp32": 0, "tf32": 1, "bf16": 3, "fp16": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceInput:
+    """What the choice is made from.
+
+    Attributes:
+        workload: Model name.
+        reference: Name of the FP32 policy.
+        verdicts: In grid order, the control included.
+        blocked: The gate on the reference that forbids any recommendation, if one fired.
+        num_steps: Length of the runs.
+        seeds: Seeds of the grid.
+        measured: Whether step-time ratios of this machine may decide.
+    """
+
+    workload: str
+    reference: str
+    verdicts: tuple[Verdict, ...]
+    blocked: Reason | None
+    num_steps: int
+    seeds: tuple[int, ...]
+    measured: bool
+
+
+def choose(given: ChoiceInput, rule: DecisionRule) -> Choice:
+    """Return the recommendation.
+
+    Its policy is None only if the reference cannot judge, or fewer than `rule.min_pairs` seeds
+    leave nothing but undecided candidates; otherwise a policy, the reference if nothing else is
+    accepted or worth it.
+    """
+    basis = MEASURED if given.measured else ASSUMED
+    candidates = [v for v in given.verdicts if not v.is_control]
+    if given.blocked is not None:
+        sentence = f"No recommendation for {given.workload}: {_lower_first(given.blocked.message)}"
+        return Choice(policy=None, sentence=sentence, speed_basis=basis)
+    too_few = len(given.seeds) < rule.min_pairs
+    if candidates and too_few and all(v.outcome == "inconclusive" for v in candidates):
+        sentence = (
+            f"No recommendation for {given.workload} yet: {seeds_text(given.seeds)} can show a "
+            f"gross failure, and none occurred, but a verdict needs {rule.min_pairs} seeds."
+        )
+        reasons = _enough_seeds(candidates)
+        return Choice(policy=None, sentence=sentence, speed_basis=basis, reasons=reasons)
+    eligible = [v for v in candidates if v.outcome == "accept" and _has_fp32_weights(v)]
+    ranked = _by_speed(eligible, given, rule) if given.measured else _by_format(eligible)
+    reasons = _reasons(given, candidates, ranked, rule)
+    if not ranked:
+        return Choice(
+            policy=given.reference,
+            sentence=_stay_sentence(given, candidates),
+            speed_basis=basis,
+            reasons=reasons,
+        )
+    return Choice(
+        policy=ranked[0].policy,
+        sentence=_train_sentence(given, ranked[0]),
+        speed_basis=basis,
+        reasons=reasons,
+    )
+
+
+def _by_format(eligible: Sequence[Verdict]) -> list[Verdict]:
+    def rank(verdict: Verdict) -> int:
+        fmt = str(verdict.policy_content["compute_format"])
+        return _ASSUMED_ORDER.get(verdict.policy, _FORMAT_ORDER[fmt])
+
+    return sorted(eligible, key=rank)
+
+
+def _by_speed(eligible: Sequence[Verdict], given: ChoiceInput, rule: DecisionRule) -> list[Verdict]:
+    """Return the accepted candidates that are measurably faster than FP32, the choice first.
+
+    Score: speed-up times the share of the run left after the steps by which it lags. The best
+    score wins; among scores within `speed_tie` of it, the wider format.
+    """
+    fast = sorted((v for v in eligible if _is_faster(v, rule)), key=lambda v: -_score(v, given))
+    if not fast:
+        return []
+    best = _score(fast[0], given)
+    tied = [v for v in fast if _score(v, given) >= best * (1 - rule.speed_tie)]
+    first = min(tied, key=_width)
+    return [first, *(v for v in fast if v is not first)]
+
+
+def _is_faster(verdict: Verdict, rule: DecisionRule) -> bool:
+    ratio = verdict.step_time_ratio
+    return ratio is not None and ratio.ci_high is not None and ratio.ci_high * rule.min_speedup < 1
+
+
+def _score(verdict: Verdict, given: ChoiceInput) -> float:
+    assert verdict.step_time_ratio is not None
+    lag = max(0.0, verdict.lag_steps or 0.0)
+    return (1 - lag / given.num_steps) / verdict.step_time_ratio.value
+
+
+def _width(verdict: Verdict) -> int:
+    content = verdict.policy_content
+    keeps_fp32 = any(content[f"fp32_{part}"] for part in ("ops", "modules", "selectors"))
+    return _WIDTH[str(content["compute_format"])] - int(keeps_fp32)
+
+
+def _has_fp32_weights(verdict: Verdict) -> bool:
+    return bool(verdict.policy_content["param_format"] == "fp32")
+
+
+def _train_sentence(given: ChoiceInput, verdict: Verdict) -> str:
+    bounds = {k: e for k, e in verdict.estimates.items() if e.ci_high is not None}
+    worst = max(bounds.values(), key=lambda e: (e.ci_high or 0.0) / e.margin)
+    both = len(bounds) > 1
+    loss, where = ("loss", " on both endpoints") if both else ("training loss", "")
+    sentence = (
+        f"Train {given.workload} in {verdict.policy}: over the first {given.num_steps} steps its "
+        f"{loss} stays within the margin of FP32{where} (at worst "
+        f"{in_words(worst.ci_high, worst.margin)}, {len(verdict.seeds_used)} seeds"
+        f"{'' if both else ', no held-out set'})"
+    )
+    if given.measured and verdict.step_time_ratio is not None:
+        sentence += f", and a step takes {verdict.step_time_ratio.value:.2f} of FP32's time"
+    return f"{sentence}."
+
+
+def _stay_sentence(given: ChoiceInput, candidates: Sequence[Verdict]) -> str:
+    if not candidates:
+        return f"Stay in {given.reference} for {given.workload}: the grid has no candidate."
+    accepted = [v.policy for v in candidates if v.outcome == "accept" and _has_fp32_weights(v)]
+    if accepted:
+        verb = "is" if len(accepted) == 1 else "are"
+        return (
+            f"Stay in {given.reference} for {given.workload}: {listing(accepted)} {verb} accepted, "
+            "but none is measurably faster here."
+        )
+    parts = [
+        f"{listing([v.policy for v in group])} {word}"
+        for outcome, word in (
+            ("reject", "rejected"),
+            ("inconclusive", "undecided"),
+            ("accept", "accepted on loss alone"),
+        )
+        if (group := [v for v in candidates if v.outcome == outcome])
+    ]
+    return f"Stay in {given.reference} for {given.workload}: {listing(parts)}."
+
+
+def _reasons(
+    given: ChoiceInput,
+    candidates: Sequence[Verdict],
+    ranked: Sequence[Verdict],
+    rule: DecisionRule,
+) -> tuple[str, ...]:
+    reasons: list[str] = []
+    if len(ranked) > 1:
+        reasons.append(f"Runner-up: {ranked[1].policy}, also accepted.")
+    chosen = ranked[0] if ranked else None
+    if chosen and chosen.p_accept_holm is not None and chosen.p_accept_holm > rule.alpha:
+        reasons.append(
+            f"Adjusted for the number of candidates (Holm), {chosen.policy} has "
+            f"p = {chosen.p_accept_holm:.2g}, above {rule.alpha:g}."
+        )
+    reasons += _undecided_reasons(
+        _worth_settling(candidates, chosen, given), measured=given.measured
+    )
+    reasons += fallback_reasons(candidates, chosen=chosen)
+    reasons += [rejection_reason(v, candidates) for v in candidates if v.outcome == "reject"]
+    for verdict in candidates:
+        if verdict.outcome == "accept" and not _has_fp32_weights(verdict):
+            reasons.append(
+                f"{verdict.policy} is accepted on loss but not recommended: its weights are not "
+                "FP32, and updates too small for them were not probed."
+            )
+    if not given.measured:
+        reasons.append("Speed: assumed from the formats, not measured on a GPU.")
+    return tuple(reasons)
+
+
+def _worth_settling(
+    candidates: Sequence[Verdict], chosen: Verdict | None, given: ChoiceInput
+) -> list[Verdict]:
+    """Return the undecided candidates that would be preferred to the choice if accepted."""
+    undecided = [
+        v
+        for v in candidates
+        if v.outcome == "inconclusive" and v.lean != "unacceptable" and _has_fp32_weights(v)
+    ]
+    if chosen is None:
+        return undecided
+    if not given.measured:
+        order = _by_format([*undecided, chosen])
+        return order[: order.index(chosen)]
+    assert chosen.step_time_ratio is not None
+    return [
+        v
+        for v in undecided
+        if v.step_time_ratio is not None and v.step_time_ratio.value < chosen.step_time_ratio.value
+    ]
+
+
+def _undecided_reasons(undecided: Sequence[Verdict], *, measured: bool) -> tuple[str, ...]:
+    reasons = []
+    for verdict in undecided:
+        speed = ""
+        if measured and verdict.step_time_ratio is not None:
+            speed = f" and would take {verdict.step_time_ratio.value:.2f} of FP32's step time"
+        text = f"{verdict.policy} is undecided{speed}"
+        if verdict.extra_seeds and verdict.settle_command:
+            plural = "" if verdict.extra_seeds == 1 else "s"
+            text += (
+                f"; {verdict.extra_seeds} more seed{plural} should settle it: "
+                f"{verdict.settle_command}"
+            )
+            reasons.append(text)
+        else:
+            reasons.append(f"{text}: {verdict.main_reason.message}")
+    return tuple(reasons)
+
+
+def _enough_seeds(candidates: Sequence[Verdict]) -> tuple[str, ...]:
+    """Return how to get to a verdict when there are too few seeds for any."""
+    commands = {v.extra_seeds: v.settle_command for v in candidates if v.settle_command}
+    if not commands:
+        return ()
+    extra = min(key for key in commands if key is not None)
+    plural = "" if extra == 1 else "s"
+    return (f"{extra} more seed{plural} would make a verdict possible: {commands[extra]}",)
+
+
+def _lower_first(text: str) -> str:
+    """Lower the first letter, unless it starts a name such as FP32."""
+    return text if text[:2].isupper() else text[:1].lower() + text[1:]

@@ -1,0 +1,113 @@
+"""What would settle an undecided verdict: further seeds, and the command that adds them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.analysis import statistics
+from harness.analysis.decision import worst_endpoint
+from harness.analysis.findings import Endpoint, Estimate
+from harness.analysis.rule import DecisionRule
+from harness.analysis.wording import in_margins
+
+Lean = Literal["acceptable", "unacceptable", "unclear"]
+_SEED_OVERRIDE = re.compile(
+    r"""(?<!\S)(['"]?)\+{0,2}seed=(?:'[^']*'|"[^"]*"|\([^)]*\)|[^\s'"])*\1(?!\S)"""
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """How many further seeds should settle a verdict, or why no number is given.
+
+    Attributes:
+        extra_seeds: None if nothing can be said or too many would be needed.
+        reason: `UNRESOLVABLE_AT_NMAX` in the latter case, else None.
+    """
+
+    extra_seeds: int | None
+    reason: str | None = None
+
+
+def lean_of(estimates: Mapping[Endpoint, Estimate]) -> Lean:
+    """Return where the means point: inside the margins, outside one, or nowhere (NaN)."""
+    if not estimates:
+        return "unclear"
+    relative = [in_margins(e.mean_difference, e.margin) for e in estimates.values()]
+    if any(math.isnan(x) for x in relative) or max(relative) == 1:
+        return "unclear"
+    return "acceptable" if max(relative) < 1 else "unacceptable"
+
+
+def forecast(estimates: Mapping[Endpoint, Estimate], rule: DecisionRule) -> Forecast:
+    """Return the further seeds that should settle an undecided verdict with power `rule.power`.
+
+    Leaning to acceptance, every endpoint must get there, so the slowest counts; leaning to
+    rejection, the worst endpoint is enough. Mean and spread are taken as they are now; with one
+    pair there is no spread, and the answer is what the test needs at least.
+    """
+    lean = lean_of(estimates)
+    pairs = min((e.num_pairs for e in estimates.values()), default=0)
+    if pairs < 2:
+        return Forecast(extra_seeds=rule.min_pairs - pairs)
+    if lean == "unclear":
+        return Forecast(extra_seeds=None)
+    if lean == "acceptable":
+        needed = [_needed(e, rule.alpha, rule) for e in estimates.values()]
+    else:
+        e = estimates[worst_endpoint(estimates)]
+        needed = [_needed(e, e.alpha_reject, rule)]
+    known = [n for n in needed if n is not None]
+    total = max([rule.min_pairs, *known])
+    if len(known) < len(needed) or total > rule.max_pairs:
+        return Forecast(extra_seeds=None, reason="UNRESOLVABLE_AT_NMAX")
+    return Forecast(extra_seeds=total - pairs)
+
+
+def min_detectable_harm(e: Estimate, rule: DecisionRule) -> float | None:
+    """Return the harm these pairs would have rejected with probability `rule.power`.
+
+    `margin + (t(n-1, 1-alpha_reject) + t(n-1, power)) * s/sqrt(n)`, in the endpoint's unit; None
+    below `min_pairs` pairs, where nothing can be rejected by the test.
+    """
+    if e.sd is None or e.num_pairs < rule.min_pairs:
+        return None
+    df = e.num_pairs - 1
+    width = statistics.t_quantile(1 - e.alpha_reject, df) + statistics.t_quantile(rule.power, df)
+    return e.margin + width * e.sd / math.sqrt(e.num_pairs)
+
+
+def settle_command(command: str, *, seeds: Sequence[int], extra: int) -> str | None:
+    """Return `command` with seeds added, e.g. `... seed=0,1,2,3,4`; None for an empty command.
+
+    Existing `seed=` overrides are replaced; new seeds are the smallest unused ones. Finished runs
+    are reused by the command itself.
+    """
+    if not command:
+        return None
+    chosen = list(seeds)
+    new = 0
+    while len(chosen) < len(seeds) + extra:
+        if new not in chosen:
+            chosen.append(new)
+        new += 1
+    base = " ".join(_SEED_OVERRIDE.sub("", command).split(" "))
+    base = re.sub(r"(?<=\S) {2,}", " ", base).strip()
+    return f"{base} seed={','.join(str(seed) for seed in chosen)}"
+
+
+def _needed(e: Estimate, alpha: float, rule: DecisionRule) -> int | None:
+    if e.sd is None:
+        return None
+    return statistics.pairs_needed(
+        distance=abs(e.margin - e.mean_difference),
+        sd=e.sd,
+        num_pairs=e.num_pairs,
+        alpha=alpha,
+        power=rule.power,
+        limit=rule.forecast_limit,
+    )

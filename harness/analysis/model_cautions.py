@@ -1,0 +1,90 @@
+"""Warnings and caveats on the whole model: its reference, its control, the shape of its runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from harness.analysis.cautions import caveat, warning
+from harness.analysis.endpoints import Level, tail_start
+from harness.analysis.findings import Endpoint, Estimate, Reason
+from harness.analysis.rule import DecisionRule
+from harness.analysis.wording import ENDPOINT_NAMES, in_margins, in_words, number, percent
+from harness.runs.record import RunRecord
+
+
+def model_cautions(
+    references: Sequence[RunRecord], levels: Mapping[Endpoint, Level], rule: DecisionRule
+) -> tuple[Reason, ...]:
+    """Return warnings and caveats that concern the whole model, from its stable FP32 runs."""
+    if not references:
+        return ()
+    found = [_near_zero(endpoint, level, rule) for endpoint, level in levels.items()]
+    found += [_held_out(references, levels, rule), _tail_short(references[0], rule)]
+    found.append(_lr_floor(references[0], rule))
+    return tuple(reason for reason in found if reason is not None)
+
+
+def control_caution(
+    estimates: Mapping[Endpoint, Estimate], *, control: str, rule: DecisionRule
+) -> Reason | None:
+    """Return CHAOTIC_MODEL if the noise-matched FP32 control is itself far off FP32."""
+    for endpoint, e in estimates.items():
+        relative = in_margins(e.mean_difference, e.margin)
+        if abs(relative) > rule.control_margins:
+            message = (
+                f"FP32 from slightly moved weights ({control}) differs from FP32 in "
+                f"{ENDPOINT_NAMES[endpoint]} by {in_words(e.mean_difference, e.margin)}: this "
+                "model is too chaotic for so few steps and seeds; trust no verdict near the margin."
+            )
+            return warning("CHAOTIC_MODEL", message, relative, rule.control_margins)
+    return None
+
+
+def _near_zero(endpoint: Endpoint, level: Level, rule: DecisionRule) -> Reason | None:
+    limit = rule.near_zero_loss * level.progress
+    if not (level.progress > 0 and 0 <= level.tail < limit):
+        return None
+    message = (
+        f"FP32's {ENDPOINT_NAMES[endpoint]} ends near zero ({number(level.tail)} after a drop of "
+        f"{number(level.progress)}), so the margin rests on seed luck: use label smoothing or "
+        "harder data."
+    )
+    return warning("LOSS_NEAR_ZERO", message, level.tail, limit)
+
+
+def _held_out(
+    references: Sequence[RunRecord], levels: Mapping[Endpoint, Level], rule: DecisionRule
+) -> Reason | None:
+    if "held_out" not in levels:
+        message = "There is no held-out set: the verdicts rest on the training loss alone."
+        return caveat("HELDOUT_MISSING", message)
+    counts = [r.held_out.num_items for r in references if r.held_out is not None]
+    items = [count for count in counts if count is not None]
+    if not items or min(items) >= rule.min_held_out_items:
+        return None
+    message = (
+        f"The held-out set has {min(items)} predicted items; below {rule.min_held_out_items} its "
+        "loss is a noisy endpoint."
+    )
+    return warning("HELDOUT_SMALL", message, float(min(items)), float(rule.min_held_out_items))
+
+
+def _tail_short(record: RunRecord, rule: DecisionRule) -> Reason | None:
+    steps = record.num_steps - tail_start(record.num_steps, rule)
+    if steps >= rule.min_tail_steps:
+        return None
+    message = f"The endpoints average only {steps} steps; {rule.min_tail_steps} or more are wanted."
+    return warning("TAIL_SHORT", message, float(steps), float(rule.min_tail_steps))
+
+
+def _lr_floor(record: RunRecord, rule: DecisionRule) -> Reason | None:
+    rates = [x for x in record.series.get("learning_rate", ()) if math.isfinite(x)]
+    if not rates or not max(rates) > 0 or rates[-1] <= max(rates) / rule.lr_floor_factor:
+        return None
+    share = rates[-1] / max(rates)
+    message = (
+        f"The learning rate ends at {percent(share)} of its peak: harm that only small updates "
+        "show (weights that stop moving) was not tested."
+    )
+    return caveat("LR_FLOOR_NOT_TESTED", message, share, 1 / rule.lr_floor_factor)

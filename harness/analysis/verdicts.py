@@ -1,0 +1,279 @@
+"""From one candidate's runs to its verdict: pairs, estimates, gates, test, warnings, forecast."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from harness.analysis import statistics
+from harness.analysis.cautions import candidate_caveats, candidate_warnings
+from harness.analysis.decision import TestResult, estimate, non_inferiority
+from harness.analysis.diagnostics import diagnose, diagnostic_warnings
+from harness.analysis.endpoints import Level, paired_difference, tail_start
+from harness.analysis.findings import Endpoint, Estimate, Outcome, Ratio, Reason, Verdict
+from harness.analysis.forecast import (
+    Forecast,
+    forecast,
+    lean_of,
+    min_detectable_harm,
+    settle_command,
+)
+from harness.analysis.gates import Comparison, Hit, apply_gates, logged_in_low_precision
+from harness.analysis.pairing import Pair, make_pair
+from harness.analysis.rule import DecisionRule
+from harness.precision.policy import PrecisionPolicy
+from harness.runs.record import RunRecord
+
+_FAILURES = ("CRASHED", "NOT_EXPRESSIBLE", "NONFINITE", "LOSS_SCALE_COLLAPSE", "DIVERGED")
+_CONTROL = Reason(
+    code="CONTROL",
+    message="FP32 from slightly moved weights: the picture of harmless spread; it gets no verdict.",
+    kind="caveat",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The FP32 side of every comparison of one model.
+
+    Attributes:
+        stable: Seed -> FP32 run that can serve as a reference.
+        unstable: Seed -> why its FP32 run cannot.
+        levels: What the stable runs reached, per endpoint.
+        unstable_reason: Set if too many seeds are unstable.
+        not_learning_reason: Set if FP32 learned too little.
+    """
+
+    stable: Mapping[int, RunRecord]
+    unstable: Mapping[int, str]
+    levels: Mapping[Endpoint, Level]
+    unstable_reason: Reason | None
+    not_learning_reason: Reason | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is the same for all verdicts of a model."""
+
+    seeds: tuple[int, ...]
+    command: str
+    rule: DecisionRule
+
+
+def compare(
+    policy: PrecisionPolicy,
+    runs: Mapping[int, RunRecord],
+    reference: Reference,
+    setting: Setting,
+) -> Comparison:
+    """Pair a candidate's runs with the stable FP32 runs and estimate the differences.
+
+    Args:
+        policy: The candidate.
+        runs: Seed -> candidate run; seeds may be missing.
+        reference: The FP32 side.
+        setting: Seeds and rule.
+    """
+    pairs = tuple(
+        make_pair(runs[seed], reference.stable[seed])
+        for seed in sorted(reference.stable)
+        if seed in runs
+    )
+    missing = tuple(seed for seed in setting.seeds if seed not in runs)
+    comparison = Comparison(
+        policy=policy,
+        runs=tuple(runs.values()),
+        pairs=pairs,
+        missing=missing,
+        levels=reference.levels,
+        estimates={},
+    )
+    estimates = _estimates(comparison, reference.levels, setting.rule)
+    return dataclasses.replace(comparison, estimates=estimates)
+
+
+def judge(
+    comparison: Comparison,
+    *,
+    description: str,
+    reference: Reference,
+    setting: Setting,
+    extra_caveats: Sequence[Reason] = (),
+) -> Verdict:
+    """Return the verdict on one candidate; Holm's adjustment and speed are added by the caller."""
+    rule = setting.rule
+    hits = apply_gates(
+        comparison,
+        unstable=reference.unstable_reason,
+        not_learning=reference.not_learning_reason,
+        rule=rule,
+    )
+    tested = tested_estimates(comparison)
+    test = non_inferiority(tested, rule=rule)
+    outcome = hits[0].outcome if hits else test.outcome
+    undecided = not hits and outcome == "inconclusive"
+    ahead = forecast(tested, rule) if undecided else Forecast(extra_seeds=None)
+    is_control = comparison.policy.is_control
+    failures = sum(hit.reason.code in _FAILURES for hit in hits)
+    sound = [pair for pair in comparison.pairs if pair.fault is None]
+    table = diagnose(comparison.pairs, comparison.policy, rule)
+    reasons = (
+        *((_CONTROL,) if is_control else ()),
+        *_deciding(hits, test, ahead),
+        *candidate_warnings(comparison, rule),
+        *diagnostic_warnings(table, comparison.policy, rule),
+        *(() if is_control else candidate_caveats(comparison, num_failures=failures)),
+        *extra_caveats,
+    )
+    harms = {k: min_detectable_harm(e, rule) for k, e in tested.items()}
+    return Verdict(
+        policy=comparison.policy.name,
+        policy_content=comparison.policy.content(),
+        description=description or comparison.policy.description,
+        outcome=outcome,
+        execution=_execution(comparison.runs),
+        reasons=reasons,
+        estimates=dict(comparison.estimates),
+        seeds_used=tuple(pair.seed for pair in sound),
+        seeds_dropped=_dropped(comparison, reference),
+        peak_memory_ratio=_memory_ratio(sound),
+        extra_seeds=ahead.extra_seeds,
+        extra_seeds_reason=ahead.reason,
+        settle_command=None
+        if ahead.extra_seeds is None or is_control
+        else settle_command(setting.command, seeds=setting.seeds, extra=ahead.extra_seeds),
+        lean=lean_of(tested),
+        failure_rate_bound=statistics.failure_rate_bound(len(sound))
+        if sound and not failures
+        else None,
+        min_detectable_harm={k: harm for k, harm in harms.items() if harm is not None},
+        lag_steps=_lag_steps(comparison, rule),
+        p_accept=test.p_accept,
+        p_reject=test.p_reject,
+        is_control=is_control,
+        diagnostics=table,
+    )
+
+
+def adjust_for_multiplicity(verdicts: Sequence[Verdict], rule: DecisionRule) -> tuple[Verdict, ...]:
+    """Add Holm-adjusted p over the candidates; with `familywise` they bind acceptance."""
+    family = [k for k, v in enumerate(verdicts) if v.p_accept is not None and not v.is_control]
+    adjusted = statistics.holm([verdicts[k].p_accept or 0.0 for k in family])
+    result = list(verdicts)
+    for k, p in zip(family, adjusted, strict=True):
+        result[k] = _with_holm(verdicts[k], p, rule)
+    return tuple(result)
+
+
+def holm_not_met(p: float, rule: DecisionRule) -> Reason:
+    """Return the reason HOLM_NOT_MET: a warning, or what decides where `familywise` is set."""
+    message = f"Adjusted for the number of candidates (Holm), p = {p:.2g} is above {rule.alpha:g}."
+    return Reason(
+        code="HOLM_NOT_MET",
+        message=message,
+        value=p,
+        threshold=rule.alpha,
+        kind="test" if rule.familywise else "warning",
+    )
+
+
+def tested_estimates(comparison: Comparison) -> dict[Endpoint, Estimate]:
+    """Return the endpoints that the test looks at.
+
+    All, except the training loss where it was logged in 16 bits and a held-out loss exists.
+    """
+    estimates = dict(comparison.estimates)
+    if "held_out" in estimates and logged_in_low_precision(comparison) is not None:
+        del estimates["train"]
+    return estimates
+
+
+def _with_holm(verdict: Verdict, p: float, rule: DecisionRule) -> Verdict:
+    verdict = dataclasses.replace(verdict, p_accept_holm=p)
+    if not rule.familywise or verdict.outcome != "accept" or p <= rule.alpha:
+        return verdict
+    outcome: Outcome = "inconclusive"
+    reasons = (holm_not_met(p, rule), *verdict.reasons)
+    return dataclasses.replace(verdict, outcome=outcome, reasons=reasons)
+
+
+def _estimates(
+    comparison: Comparison, levels: Mapping[Endpoint, Level], rule: DecisionRule
+) -> dict[Endpoint, Estimate]:
+    sound = [pair for pair in comparison.pairs if pair.fault is None]
+    logged = "held_out" in levels and logged_in_low_precision(comparison) is not None
+    return {
+        endpoint: estimate(
+            tuple(paired_difference(p.candidate, p.reference, endpoint, rule) for p in sound),
+            unit=level.unit,
+            margin=level.margin,
+            margin_term=level.margin_term,
+            progress=level.progress,
+            reference_loss=level.tail,
+            num_endpoints=1 if logged else len(levels),
+            rule=rule,
+        )
+        for endpoint, level in levels.items()
+        if sound
+    }
+
+
+def _deciding(hits: Sequence[Hit], test: TestResult, ahead: Forecast) -> tuple[Reason, ...]:
+    """Return the reasons that decide, first the one that did."""
+    reasons = tuple(hit.reason for hit in hits)
+    # The test adds nothing to a comparison that a gate has declared void.
+    if not hits or (hits[0].outcome == "reject" and test.outcome == "reject"):
+        reasons += (test.reason,)
+    if ahead.reason == "UNRESOLVABLE_AT_NMAX":
+        message = (
+            "No affordable number of further seeds should settle this: a larger held-out set, a "
+            "longer run or a wider margin would."
+        )
+        reasons += (Reason(code=ahead.reason, message=message, kind="test"),)
+    return reasons
+
+
+def _dropped(comparison: Comparison, reference: Reference) -> tuple[int, ...]:
+    broken = {pair.seed for pair in comparison.pairs if pair.fault is not None}
+    return tuple(sorted(broken | set(reference.unstable)))
+
+
+def _execution(runs: Sequence[RunRecord]) -> Literal["native", "emulated"]:
+    return "emulated" if any(run.execution == "emulated" for run in runs) else "native"
+
+
+def _memory_ratio(pairs: Sequence[Pair]) -> Ratio | None:
+    """Return the median over seeds; None where either side was not measured or was emulated.
+
+    A CPU's figure is the whole process', with libraries and whatever earlier runs left in the
+    allocator, so two of them have no ratio: the control's was seen at 0.7 and at 1.4.
+    """
+    if any(pair.candidate.environment.get("device_kind") != "cuda" for pair in pairs):
+        return None
+    ratios = []
+    for pair in pairs:
+        ours, theirs = pair.candidate, pair.reference
+        if not ours.peak_memory_bytes or not theirs.peak_memory_bytes:
+            return None
+        if ours.execution == "emulated" or ours.peak_memory_source != theirs.peak_memory_source:
+            return None
+        ratios.append(ours.peak_memory_bytes / theirs.peak_memory_bytes)
+    return Ratio(value=float(np.median(ratios))) if ratios else None
+
+
+def _lag_steps(comparison: Comparison, rule: DecisionRule) -> float | None:
+    """Return the training-loss difference over FP32's mean slope in the tail, in steps."""
+    e = comparison.estimates.get("train")
+    if e is None or not math.isfinite(e.mean_difference):
+        return None
+    references = [pair.reference for pair in comparison.pairs if pair.fault is None]
+    slopes = [
+        statistics.slope(r.series["loss"][tail_start(r.num_steps, rule) :]) for r in references
+    ]
+    fall = abs(float(np.mean(slopes)))
+    return e.mean_difference / fall if fall > 0 else None
