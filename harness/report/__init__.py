@@ -1,0 +1,1 @@
+"""Findings and records become a page, Markdown, `decision.json` and a terminal table."""
