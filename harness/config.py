@@ -1,0 +1,273 @@
+"""The configuration: its schema, where its YAML lives, and how it reaches Hydra.
+
+What a value may be is checked in two places: types and key names by Hydra against the schema
+below, ranges and meaning by the dataclass that uses the value. `DictConfig` stops here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def _beside_or_inside(name: str) -> Path:
+    """Return the YAML folder: inside the package in a wheel, beside it in a checkout."""
+    inside = PACKAGE / f"_{name}"
+    return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+CONF = _beside_or_inside("conf")
+SWEEPS = _beside_or_inside("sweeps")
+
+
+class ConfigError(ValueError):
+    """Bad configuration or workload: one line for the user, exit code 2."""
+
+
+@dataclass
+class LossScaleConf:
+    """Schema of `policy.loss_scale`; ranges are checked by `LossScaleSettings`."""
+
+    kind: str = "none"
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 0.0
+
+
+@dataclass
+class PolicyConf:
+    """Schema of `policy`; meaning and ranges are those of `PrecisionPolicy`."""
+
+    name: str = MISSING
+    description: str = ""
+    compute_format: str = "fp32"
+    param_format: str = "fp32"
+    fp32_ops: list[str] = field(default_factory=list)
+    fp32_modules: list[str] = field(default_factory=list)
+    fp32_selectors: list[str] = field(default_factory=list)
+    low_precision_ops: list[str] = field(default_factory=list)
+    loss_scale: LossScaleConf = field(default_factory=LossScaleConf)
+    perturbation: float = 0.0
+    clip_before_unscale: bool = False
+
+
+@dataclass
+class TrainConf:
+    """Schema of `train`: what every run of the sweep shares."""
+
+    steps: int | None = None
+    backend: str = "auto"
+    tail_evaluations: int = 5
+
+
+@dataclass
+class ProbesConf:
+    """Schema of `probes`."""
+
+    every: int = 5
+
+
+@dataclass
+class ThroughputConf:
+    """Schema of `throughput`: the timing stage after the runs."""
+
+    phase: bool = True
+    blocks: int = 8
+    steps_per_block: int = 5
+    warmup_steps: int = 3
+
+
+@dataclass
+class TrackingConf:
+    """Schema of `tracking`."""
+
+    enabled: bool = True
+    uri: str | None = None
+
+
+@dataclass
+class LaunchConf:
+    """Schema of `launch`."""
+
+    threads: int | None = None
+
+
+@dataclass
+class HarnessConf:
+    """Schema of the whole configuration."""
+
+    action: str = "run"
+    device: str = "auto"
+    output_dir: str = "."
+    sweep_id: str | None = None
+    reference: str = "fp32"
+    seed: int = 0
+    dry_run: bool = False
+    workload: Any = MISSING
+    policy: PolicyConf = MISSING
+    train: TrainConf = field(default_factory=TrainConf)
+    probes: ProbesConf = field(default_factory=ProbesConf)
+    decision: Any = MISSING
+    throughput: ThroughputConf = field(default_factory=ThroughputConf)
+    tracking: TrackingConf = field(default_factory=TrackingConf)
+    launch: LaunchConf = field(default_factory=LaunchConf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One composed configuration as plain values."""
+
+    action: str
+    device: str
+    output_dir: Path
+    sweep_id: str | None
+    reference: str
+    seed: int
+    dry_run: bool
+    workload: dict[str, Any]
+    policy: dict[str, Any]
+    train: TrainConf
+    probes: ProbesConf
+    decision: dict[str, Any]
+    throughput: ThroughputConf
+    tracking: TrackingConf
+    launch: LaunchConf
+
+    @classmethod
+    def from_hydra(cls, composed: DictConfig) -> RunConfig:
+        """Turn a composed configuration into plain values and check what the schema cannot.
+
+        Raises:
+            ConfigError: A value is out of range, or `sweep` became a plain value because no such
+                group was found.
+        """
+        if "sweep" in composed:
+            raise ConfigError(
+                f"no group of sweeps was found, so sweep={composed['sweep']!r} means nothing; "
+                f"the built-in ones lie in {SWEEPS}"
+            )
+        own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        data = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+        assert isinstance(data, dict)
+        values: dict[str, Any] = {str(key): value for key, value in data.items()}
+        values["output_dir"] = Path(values["output_dir"]).expanduser().resolve()
+        for name, schema in _SECTIONS.items():
+            values[name] = schema(**values[name])
+        config = cls(**values)
+        _check(config)
+        return config
+
+
+_SECTIONS: Mapping[str, type] = {
+    "train": TrainConf,
+    "probes": ProbesConf,
+    "throughput": ThroughputConf,
+    "tracking": TrackingConf,
+    "launch": LaunchConf,
+}
+ACTIONS = ("run", "report")
+BACKENDS = ("auto", "native", "emulated")
+
+
+def _check(config: RunConfig) -> None:
+    rules = (
+        (config.action in ACTIONS, f"action={config.action}: one of {', '.join(ACTIONS)}"),
+        (
+            config.train.backend in BACKENDS,
+            f"train.backend={config.train.backend}: one of {', '.join(BACKENDS)}",
+        ),
+        (
+            config.train.steps is None or config.train.steps >= 1,
+            f"train.steps={config.train.steps}: must be at least 1",
+        ),
+        (config.train.tail_evaluations >= 1, "train.tail_evaluations: must be at least 1"),
+        (config.probes.every >= 1, f"probes.every={config.probes.every}: must be at least 1"),
+        (config.seed >= 0, f"seed={config.seed}: must be 0 or more"),
+        (
+            config.launch.threads is None or config.launch.threads >= 1,
+            f"launch.threads={config.launch.threads}: must be at least 1",
+        ),
+        (config.throughput.blocks >= 2, "throughput.blocks: must be at least 2"),
+        (config.throughput.steps_per_block >= 1, "throughput.steps_per_block: must be at least 1"),
+        (config.throughput.warmup_steps >= 0, "throughput.warmup_steps: must be 0 or more"),
+        (isinstance(config.workload, dict), "workload: choose one with workload=NAME"),
+    )
+    for holds, message in rules:
+        if not holds:
+            raise ConfigError(message)
+
+
+class _BuiltInConfigs(SearchPathPlugin):
+    """Keep the built-in groups reachable when a user replaces the primary config folder."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="harness", path=f"file://{CONF}")
+
+
+def load_choice(group: str, name: str) -> dict[str, Any]:
+    """Return the values of one built-in YAML with those it extends, without Hydra's machinery.
+
+    For benchmarks and notebooks: `load_choice("workload", "char_gpt")`.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    path = CONF / group / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
+        raise ConfigError(f"{group}={name}: no such choice; known: {known}")
+    values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    assert isinstance(values, dict)
+    merged: dict[str, Any] = {}
+    for base in values.pop("defaults", []):
+        if base != "_self_":
+            merged |= load_choice(group, base)
+    return merged | {str(key): value for key, value in values.items()}
+
+
+def default_workers(device: str) -> int:
+    """Return how many runs go on at once: one per core on a CPU, one on a GPU."""
+    if device.startswith("cuda"):
+        return 1
+    if device == "auto":
+        import torch
+
+        if torch.cuda.is_available():
+            return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def register() -> None:
+    """Make schema, sweeps, resolver and built-in groups known to Hydra; safe to call twice.
+
+    Raises:
+        ConfigError: A file in `sweeps/` is not YAML; the message names it.
+    """
+    store = ConfigStore.instance()
+    store.store(name="harness_schema", node=HarnessConf, provider="harness")
+    for path in sorted(SWEEPS.glob("*.yaml")):
+        try:
+            node = OmegaConf.load(path)
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        store.store(
+            group="sweep", name=path.stem, node=node, package="_global_", provider="harness"
+        )
+    Plugins.instance().register(_BuiltInConfigs)
+    OmegaConf.register_new_resolver("harness_workers", default_workers, replace=True)

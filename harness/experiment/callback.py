@@ -1,0 +1,71 @@
+"""Where Hydra hands a sweep over: before its first run and after its last."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from harness.cli import COMMAND_VARIABLE, EXIT_USAGE, USER_ERRORS, one_line
+
+
+class ExperimentCallback(Callback):
+    """Plan the experiment before the first run and conclude it after the last.
+
+    Hydra turns an exception of a callback into a warning and exit code 0, so every way out that
+    is not a success is a `SystemExit` here. Workers receive a copy of this object: it carries no
+    state there.
+    """
+
+    def __init__(self) -> None:
+        self._live: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_live": None}
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Check everything, say what will run, and give every run the sweep's name."""
+        try:
+            from harness.experiment.grid import expand
+
+            grid = expand(config)
+            from harness.experiment.live import LiveExperiment
+
+            self._live = LiveExperiment.prepare(
+                grid,
+                sweep=str(config.hydra.runtime.choices.get("sweep", "pair")),
+                command=os.environ.get(COMMAND_VARIABLE, "python -m harness"),
+                workers=int(config.hydra.launcher.get("n_jobs", 1)),
+            )
+        except USER_ERRORS as error:
+            print(f"error: {one_line(error)}", file=sys.stderr)
+            raise SystemExit(EXIT_USAGE) from None
+        except Exception as error:  # Hydra would turn it into a warning and go on
+            raise SystemExit(_unexpected(error)) from error
+        OmegaConf.set_readonly(config.hydra, False)
+        config.hydra.overrides.task.append(f"sweep_id={self._live.sweep_id}")
+        self._live.start()
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Analyze and report; a failure is a non-zero exit code."""
+        try:
+            code = self._live.conclude()
+        except Exception as error:  # Hydra would turn it into a warning and exit code 0
+            raise SystemExit(_unexpected(error)) from error
+        if code:
+            raise SystemExit(code)
+
+
+def _unexpected(error: Exception) -> int:
+    from harness.cli import EXIT_FAILED, TRACEBACK_VARIABLE
+
+    if os.environ.get(TRACEBACK_VARIABLE):
+        import traceback
+
+        traceback.print_exception(error)
+    kind = type(error).__name__
+    print(f"error: {kind}: {one_line(error)} ({TRACEBACK_VARIABLE}=1 shows where)", file=sys.stderr)
+    return EXIT_FAILED

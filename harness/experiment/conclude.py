@@ -1,0 +1,290 @@
+"""From the stored records of a sweep to verdicts, reports and an exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from harness.analysis.analyzer import analyze_model
+from harness.analysis.decision import DecisionRule
+from harness.analysis.findings import ModelFindings, Ratio, Reason
+from harness.config import ConfigError, RunConfig
+from harness.experiment import manifest as manifests
+from harness.experiment.job import run_folder
+from harness.experiment.manifest import Manifest, PlannedRun
+from harness.report.terminal import print_findings
+from harness.report.text import safe_name
+from harness.report.writer import write_index, write_report
+from harness.runs.record import RunRecord, read_record
+from harness.runs.timing import TimingRecord, read_timing
+from harness.tracking import spool
+from harness.tracking.links import comparison_links
+from harness.tracking.location import Store, StoreUnreachable, resolve_store
+from harness.tracking.store import fetch_records, log_report, prepare
+
+NOT_TIMED = {
+    "cpu": "not measured: candidates that are emulated on a CPU have no step time of their own",
+    "cuda": "not measured: the timing stage was left out",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conclusion:
+    """What came out of a sweep.
+
+    Attributes:
+        findings: One per model.
+        reports: Model name -> folder of its report.
+        index: The page over all models.
+    """
+
+    findings: tuple[ModelFindings, ...]
+    reports: dict[str, Path]
+    index: Path
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every model has its verdicts, 1 when a reference is missing or crashed."""
+        return 1 if any(f.failed for f in self.findings) else 0
+
+
+def decision_rule(settings: dict[str, object]) -> DecisionRule:
+    """Return the rule of `decision.*`.
+
+    Raises:
+        ConfigError: A constant is unknown or out of range.
+    """
+    try:
+        return DecisionRule.from_mapping(settings)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def load_records(manifest: Manifest, output_dir: Path) -> tuple[list[RunRecord], list[str]]:
+    """Return the records that exist, and a line for every file that is not one."""
+    records, troubles = [], []
+    for key in dict.fromkeys(run.run_key for run in manifest.runs):
+        try:
+            records.append(read_record(run_folder(output_dir, key)))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            troubles.append(f"set aside: {error}")
+    return records, troubles
+
+
+def conclude(
+    manifest: Manifest,
+    records: Sequence[RunRecord],
+    *,
+    rule: DecisionRule,
+    output_dir: Path,
+    reports: Path | None = None,
+) -> Conclusion:
+    """Analyze every model of the sweep and write its report and the index.
+
+    Args:
+        manifest: What the sweep consists of.
+        records: The runs of it that exist.
+        rule: Constants of the decision.
+        output_dir: Where the timing records lie.
+        reports: Where to write; by default `reports/<sweep_id>` below `output_dir`.
+    """
+    root = reports or output_dir / "reports" / manifest.sweep_id
+    by_key = {record.run_key: record for record in records}
+    findings, folders = [], {}
+    for model in manifest.models:
+        own = [
+            by_key[run.run_key]
+            for run in manifest.runs
+            if run.workload == model and run.run_key in by_key
+        ]
+        result = _analyze(manifest, model, own, rule=rule, output_dir=output_dir)
+        folder = root / safe_name(model)
+        write_report(result, own, folder)
+        findings.append(result)
+        folders[model] = folder
+    return Conclusion(findings=tuple(findings), reports=folders, index=write_index(findings, root))
+
+
+def _analyze(
+    manifest: Manifest,
+    model: str,
+    records: Sequence[RunRecord],
+    *,
+    rule: DecisionRule,
+    output_dir: Path,
+) -> ModelFindings:
+    timing = read_timing(timing_folder(output_dir, manifest.sweep_id, model))
+    findings = analyze_model(
+        records,
+        sweep_id=manifest.sweep_id,
+        policies=manifest.policies(model),
+        seeds=manifest.seeds(model),
+        reference=manifest.reference,
+        rule=rule,
+        timings=step_time_ratios(timing),
+        speed_note=timing.note if timing is not None else NOT_TIMED[manifest.device],
+        command=manifest.command,
+        descriptions=manifest.descriptions,
+    )
+    # What the records themselves show is said by the analysis already.
+    said = {reason.code for verdict in findings.verdicts for reason in verdict.reasons}
+    said |= {reason.code for reason in findings.caveats}
+    noted = tuple(
+        Reason(code=note["code"], message=note["message"], kind="caveat")
+        for note in manifest.caveats.get(model, [])
+        if note["code"] not in said
+    )
+    return dataclasses.replace(findings, caveats=(*findings.caveats, *noted))
+
+
+def timing_folder(output_dir: Path, sweep_id: str, model: str) -> Path:
+    """Return where the timing stage of one model keeps its record."""
+    return output_dir / "runs" / "timing" / sweep_id / safe_name(model)
+
+
+def step_time_ratios(timing: TimingRecord | None) -> dict[str, Ratio]:
+    """Return the measured step-time ratios by policy; empty when there are none."""
+    if timing is None:
+        return {}
+    return {
+        name: Ratio(value=r.value, ci_low=r.ci_low, ci_high=r.ci_high)
+        for name, r in timing.ratios.items()
+    }
+
+
+def publish(conclusion: Conclusion, manifest: Manifest, store: Store | None) -> list[str]:
+    """Copy the reports to the tracking store; return what to tell the user.
+
+    A store that is away costs a warning, never the result.
+    """
+    if store is None:
+        return []
+    lines: list[str] = []
+    try:
+        for model, folder in conclusion.reports.items():
+            log_report(
+                store,
+                experiment=model,
+                sweep_id=manifest.sweep_id,
+                folder=folder,
+                markdown=(folder / "report.md").read_text(encoding="utf-8"),
+            )
+            links = comparison_links(store, model, manifest.sweep_id)
+            if not lines and links["ui_command"]:
+                lines.append(f"Compare the runs: {links['ui_command']}")
+            lines.append(f"  {model}: {links['url']}")
+    except StoreUnreachable as error:
+        return [f"warning: the tracking store has no copy of the report: {error}"]
+    return lines
+
+
+def show(conclusion: Conclusion, lines: Sequence[str]) -> None:
+    """Print the verdicts, the recommendations and where everything lies."""
+    console = Console(highlight=False)
+    for findings in conclusion.findings:
+        path = conclusion.reports[findings.workload] / "report.html"
+        print_findings(findings, console, report_path=path)
+    console.print()
+    for line in [f"All reports: {conclusion.index}", *lines]:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def report_stored(config: RunConfig) -> int:
+    """Analyze the stored runs of a sweep again, without training; return the exit code.
+
+    Raises:
+        ConfigError: `sweep_id` is missing or unknown, or a setting is wrong.
+    """
+    if config.sweep_id is None:
+        raise ConfigError("action=report needs sweep_id=NAME, or sweep_id=latest")
+    rule = decision_rule(config.decision)
+    store = _store(config)
+    manifest, records = _stored_sweep(config, store)
+    conclusion = conclude(manifest, records, rule=rule, output_dir=config.output_dir)
+    lines: list[str] = []
+    if store is not None:
+        owed = spool.replay(store, config.output_dir)
+        if owed.reason:
+            lines.append(f"warning: {owed.left} runs are not in the tracking store: {owed.reason}")
+    show(conclusion, [*lines, *publish(conclusion, manifest, store)])
+    return conclusion.exit_code
+
+
+def _store(config: RunConfig) -> Store | None:
+    if not config.tracking.enabled:
+        return None
+    try:
+        return resolve_store(config.tracking.uri, config.output_dir)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _stored_sweep(config: RunConfig, store: Store | None) -> tuple[Manifest, list[RunRecord]]:
+    """Return manifest and records from the output folder, else from the tracking store."""
+    assert config.sweep_id is not None
+    try:
+        manifest = manifests.read(config.output_dir, config.sweep_id)
+    except ConfigError:
+        if store is None or config.sweep_id == manifests.LATEST:
+            raise
+        records = _fetched(store, config.sweep_id)
+        if not records:
+            raise
+        return _manifest_of(records, config), records
+    records, troubles = load_records(manifest, config.output_dir)
+    for line in troubles:
+        print(f"warning: {line}", file=sys.stderr)
+    return manifest, records
+
+
+def _fetched(store: Store, sweep_id: str) -> list[RunRecord]:
+    if store.sqlite_path is not None and not store.sqlite_path.exists():
+        return []
+    try:
+        return fetch_records(store, sweep_id=sweep_id)
+    except StoreUnreachable:
+        return []
+
+
+def _manifest_of(records: Sequence[RunRecord], config: RunConfig) -> Manifest:
+    """Return a manifest for records that came without one: the grid is what is there."""
+    return Manifest(
+        sweep_id=str(config.sweep_id),
+        sweep="from the tracking store",
+        command="not known: the records were read from the tracking store",
+        device=str(records[0].environment.get("device_kind", "cpu")),
+        reference=config.reference,
+        runs=tuple(
+            PlannedRun(run_key=r.run_key, workload=r.workload, policy=r.policy, seed=r.seed)
+            for r in sorted(records, key=lambda r: (r.workload, r.policy, r.seed))
+        ),
+        descriptions={},
+        created_at=manifests.now(),
+    )
+
+
+def prepare_store(config: RunConfig, models: Sequence[str]) -> Store | None:
+    """Return the store of the sweep, its database and experiments created; None when disabled.
+
+    A server that is away is a warning: copies are kept back and made later.
+
+    Raises:
+        ConfigError: The URI is malformed.
+    """
+    store = _store(config)
+    if store is not None:
+        try:
+            prepare(store, models)
+        except StoreUnreachable as error:
+            print(
+                f"warning: {error}; training goes on, the copies are made when it is back",
+                file=sys.stderr,
+            )
+    return store

@@ -1,0 +1,173 @@
+"""A sweep while it runs, seen from the parent process: announce, watch, time, conclude."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from harness.config import ConfigError, RunConfig
+from harness.experiment import manifest as manifests
+from harness.experiment.conclude import (
+    conclude,
+    decision_rule,
+    load_records,
+    prepare_store,
+    publish,
+    show,
+)
+from harness.experiment.grid import Grid
+from harness.experiment.job import finished_record, progress_folder
+from harness.experiment.plan import Plan, make_plan
+from harness.experiment.timing_stage import time_models
+from harness.progress import ProgressDisplay
+from harness.tracking import spool
+from harness.tracking.location import Store
+
+SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class LiveExperiment:
+    """One sweep between its announcement and its conclusion."""
+
+    def __init__(self, grid: Grid, plan: Plan, store: Store | None) -> None:
+        self._grid = grid
+        self._config = grid.runs[0]
+        self._plan = plan
+        self._store = store
+        self._display: ProgressDisplay | None = None
+
+    @property
+    def sweep_id(self) -> str:
+        """The sweep's name, given or made from the hash of its grid."""
+        return self._plan.manifest.sweep_id
+
+    @classmethod
+    def prepare(cls, grid: Grid, *, sweep: str, command: str, workers: int) -> LiveExperiment:
+        """Check everything, announce what will run, create the store.
+
+        Raises:
+            ConfigError: Bad configuration, workload or folder.
+            SystemExit: `dry_run=true`: all is said.
+        """
+        config = grid.runs[0]
+        _check_sweep_id(config)
+        decision_rule(config.decision)
+        if not config.dry_run:
+            _check_writable(config.output_dir)
+        plan = _checked_plan(grid, sweep=sweep, command=command, workers=workers)
+        _announce(plan, config)
+        if config.dry_run:
+            raise SystemExit(0)
+        store = prepare_store(config, plan.manifest.models)
+        manifests.write(plan.manifest, config.output_dir)
+        return cls(grid, plan, store)
+
+    def start(self) -> None:
+        """Show progress from now on."""
+        self._display = ProgressDisplay(
+            progress_folder(self._config.output_dir, self.sweep_id),
+            total=len(self._plan.manifest.runs),
+            reused=num_finished(self._plan, self._config),
+        )
+        self._display.__enter__()
+
+    def conclude(self) -> int:
+        """Time the steps, analyze, report; return the exit code."""
+        if self._display is not None:
+            self._display.__exit__(None, None, None)
+        config, manifest = self._config, self._plan.manifest
+        records, troubles = load_records(manifest, config.output_dir)
+        for line in troubles:
+            print(f"warning: {line}", file=sys.stderr)
+        if config.throughput.phase:
+            time_models(self._grid, manifest, records)
+        manifest = manifests.completed(manifest)
+        manifests.write(manifest, config.output_dir)
+        conclusion = conclude(
+            manifest, records, rule=decision_rule(config.decision), output_dir=config.output_dir
+        )
+        lines = self._replayed() + publish(conclusion, manifest, self._store)
+        show(conclusion, lines)
+        return conclusion.exit_code
+
+    def _replayed(self) -> list[str]:
+        if self._store is None:
+            return []
+        owed = spool.replay(self._store, self._config.output_dir)
+        if not owed.reason:
+            return []
+        return [f"warning: {owed.left} runs are not in the tracking store: {owed.reason}"]
+
+
+def _checked_plan(grid: Grid, *, sweep: str, command: str, workers: int) -> Plan:
+    for step in make_plan(grid, sweep=sweep, command=command, workers=workers):
+        if isinstance(step, Plan):
+            return step
+        print(step, flush=True)
+    raise AssertionError("make_plan ends with a plan")
+
+
+def _check_sweep_id(config: RunConfig) -> None:
+    name = config.sweep_id
+    if name is not None and (not SAFE_NAME.fullmatch(name) or name == manifests.LATEST):
+        raise ConfigError(
+            f"sweep_id={name}: up to 100 letters, digits, '.', '_' and '-' "
+            "(and not 'latest', which means the newest sweep)"
+        )
+
+
+def _check_writable(output_dir: Path) -> None:
+    try:
+        for name in ("runs", "reports"):
+            folder = output_dir / name
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / ".writable"
+            probe.touch()
+            probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={output_dir}: cannot be written ({error.strerror}); choose another"
+        ) from None
+
+
+def num_finished(plan: Plan, config: RunConfig) -> int:
+    """Return how many runs of the plan are there already."""
+    keys = [run.run_key for run in plan.manifest.runs]
+    return sum(finished_record(config.output_dir, key) is not None for key in keys)
+
+
+def _announce(plan: Plan, config: RunConfig) -> None:
+    manifest = plan.manifest
+    finished = num_finished(plan, config)
+    policies = list(dict.fromkeys(run.policy for run in manifest.runs))
+    seeds = list(dict.fromkeys(run.seed for run in manifest.runs))
+    models = ", ".join(f"{name} ({steps} steps)" for name, steps in plan.steps.items())
+    marked = [f"{p} (reference)" if p == manifest.reference else p for p in policies]
+    share = (len(manifest.runs) - finished) / max(len(manifest.runs), 1)
+    console = Console(highlight=False)
+
+    def line(label: str, text: str) -> None:
+        console.print(f"  {label:<10}{text}", soft_wrap=True, markup=False)
+
+    console.print(f"sweep {manifest.sweep_id}", markup=False)
+    line("models", models)
+    for name, sha256 in plan.data.items():
+        line("data", f"{name}: SHA-256 {sha256}")
+    line("policies", ", ".join(marked))
+    line("seeds", ", ".join(map(str, seeds)))
+    reused = f", of which {finished} are finished and reused" if finished else ""
+    line("runs", f"{len(manifest.runs)}{reused}; {plan.workers} at a time on {manifest.device}")
+    megabytes = plan.estimated_bytes * share / 1e6
+    line("estimate", f"{_duration(plan.estimated_seconds * share)}, {megabytes:.0f} MB of disk")
+    line("results", f"{config.output_dir}/runs, {config.output_dir}/reports/{manifest.sweep_id}")
+    for text in (*manifest.skipped, *plan.notes):
+        line("note", text)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {seconds / 60:.0f} min"

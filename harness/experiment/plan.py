@@ -1,0 +1,224 @@
+"""What will run: inputs checked, run keys, an estimate; what can fail early fails here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from harness import __version__
+from harness.config import ConfigError, RunConfig
+from harness.experiment import grid as grids
+from harness.experiment.manifest import Manifest, PlannedRun, grid_hash, now, workload_choice
+from harness.experiment.policy_check import PolicyCheck, check_policies
+from harness.precision.policy import PrecisionPolicy
+from harness.runs.environment import bf16_is_native
+from harness.runs.preflight import PreflightReport, check_workload
+from harness.workloads.base import Workload
+from harness.workloads.registry import make_workload
+
+# Measured on the built-in workloads: a low-precision step on a CPU takes 1 to 2 times FP32's.
+CPU_LOW_PRECISION_FACTOR = 1.5
+RECORD_BYTES_PER_STEP = 500
+TRACKING_BYTES_PER_STEP = 2500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked sweep.
+
+    Attributes:
+        manifest: What to run.
+        steps: Model name -> steps per run.
+        data: Model name -> SHA-256 of its corpus, data set or workload file.
+        estimated_seconds: Training time with `workers` at work; None when nothing was timed.
+        estimated_bytes: Disk for records, tracking store and report.
+        notes: One line each on what the checks saw.
+    """
+
+    manifest: Manifest
+    steps: dict[str, int]
+    data: dict[str, str]
+    workers: int
+    estimated_seconds: float
+    estimated_bytes: int
+    notes: tuple[str, ...]
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device asked for; `auto` takes CUDA if there is any.
+
+    Raises:
+        ConfigError: The name is unknown, or CUDA is asked for and absent.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name != "cpu" and name.split(":")[0] != "cuda":
+        raise ConfigError(f"device={name}: one of auto, cpu, cuda")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={name}: this torch ({torch.__version__}) sees no CUDA device; "
+            "use device=cpu or install a CUDA build and driver"
+        )
+    return torch.device(name)
+
+
+def num_threads(config: RunConfig, device: torch.device) -> int:
+    """Return intra-op threads per run: 1 on a CPU, where runs go side by side, unless set."""
+    if config.launch.threads is not None:
+        return config.launch.threads
+    return 1 if device.type == "cpu" else torch.get_num_threads()
+
+
+def num_steps(config: RunConfig, workload: Workload) -> int:
+    """Return the steps of a run: the command line's, else the workload's own."""
+    return config.train.steps if config.train.steps is not None else workload.default_steps
+
+
+def run_key(config: RunConfig, workload: Workload, device: torch.device) -> str:
+    """Return 16 hex digits over everything that can change the numbers of a run."""
+    identity = {
+        "workload": workload.settings,
+        "data_sha256": workload.data_sha256,
+        "steps": num_steps(config, workload),
+        "train": asdict(config.train),
+        "probes": asdict(config.probes),
+        "policy": PrecisionPolicy.from_mapping(config.policy).content(),
+        "seed": config.seed,
+        "device": device.type,
+        "cpu": [torch.backends.cpu.get_cpu_capability(), bf16_is_native(device)]
+        if device.type == "cpu"
+        else None,
+        "threads": num_threads(config, device),
+        "torch": torch.__version__,
+        "harness": __version__,
+    }
+    text = json.dumps(identity, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def make_plan(grid: grids.Grid, *, sweep: str, command: str, workers: int) -> Iterator[str | Plan]:
+    """Check every workload and policy of the grid; yield a line before each check, then the plan.
+
+    Raises:
+        ConfigError: Something is wrong with a workload, a policy or the grid.
+    """
+    any_run = grid.runs[0]
+    device = resolve_device(any_run.device)
+    _check_reference(grid, any_run.reference)
+    planned: list[PlannedRun] = []
+    skipped: list[str] = []
+    caveats: dict[str, list[dict[str, Any]]] = {}
+    notes: list[str] = []
+    steps: dict[str, int] = {}
+    data: dict[str, str] = {}
+    seconds, size = 0.0, 0
+    for members in grids.by_model(grid):
+        workload = _load(members[0])
+        if workload.name in steps:
+            raise ConfigError(
+                f"two models of this grid are both named {workload.name!r}; set workload.name"
+            )
+        yield f"checking {workload.name}: three FP32 steps, one traced step per policy"
+        report, check = _check_model(members, workload, device)
+        kept = [run for run in members if run.policy["name"] not in check.skipped]
+        steps[workload.name] = num_steps(members[0], workload)
+        data[workload.name] = workload.data_sha256
+        skipped += [f"{workload.name}: {line}" for line in check.skipped.values()]
+        caveats[workload.name] = [asdict(note) for note in report.notes]
+        notes += [f"{workload.name}: {note.message}" for note in report.notes]
+        planned += [
+            PlannedRun(
+                run_key=run_key(run, workload, device),
+                workload=workload.name,
+                choice=workload_choice(run.workload),
+                policy=run.policy["name"],
+                seed=run.seed,
+            )
+            for run in kept
+        ]
+        seconds += _seconds(kept, report, steps[workload.name], device)
+        size += len(kept) * steps[workload.name] * (RECORD_BYTES_PER_STEP + TRACKING_BYTES_PER_STEP)
+    sweep_id = any_run.sweep_id or f"{sweep}-{grid_hash([run.run_key for run in planned])}"
+    manifest = Manifest(
+        sweep_id=sweep_id,
+        sweep=sweep,
+        command=command,
+        device=device.type,
+        reference=any_run.reference,
+        runs=tuple(planned),
+        descriptions={r.policy["name"]: r.policy["description"] for r in grid.runs},
+        skipped=tuple(skipped),
+        caveats=caveats,
+        decision=any_run.decision,
+        created_at=now(),
+    )
+    yield Plan(
+        manifest=manifest,
+        steps=steps,
+        data=data,
+        workers=workers,
+        estimated_seconds=seconds / max(workers, 1),
+        estimated_bytes=size,
+        notes=tuple(notes),
+    )
+
+
+def _check_reference(grid: grids.Grid, reference: str) -> None:
+    policies, _ = grids.axis_values(grid)
+    if reference not in policies:
+        raise ConfigError(
+            f"the reference policy {reference!r} is missing from the grid ({', '.join(policies)}); "
+            f"add it: policy={reference},{','.join(policies)}"
+        )
+    for run in grid.runs:
+        policy = _policy(run)
+        if policy.name == reference and not policy.is_reference:
+            raise ConfigError(f"reference={reference}: only a policy that is plain FP32 can be one")
+
+
+def _load(run: RunConfig) -> Workload:
+    try:
+        return make_workload(run.workload)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _policy(run: RunConfig) -> PrecisionPolicy:
+    try:
+        return PrecisionPolicy.from_mapping(run.policy)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_model(
+    members: Sequence[RunConfig], workload: Workload, device: torch.device
+) -> tuple[PreflightReport, PolicyCheck]:
+    first = members[0]
+    steps = num_steps(first, workload)
+    policies = {p.name: p for p in map(_policy, members)}
+    try:
+        report = check_workload(workload, seed=first.seed, steps=steps, device=device)
+        check = check_policies(
+            workload,
+            list(policies.values()),
+            reference=first.reference,
+            seed=first.seed,
+            device=device,
+            backend=first.train.backend,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{workload.name}: {error}") from None
+    return report, check
+
+
+def _seconds(
+    runs: Sequence[RunConfig], report: PreflightReport, steps: int, device: torch.device
+) -> float:
+    step = report.step_seconds
+    factor = CPU_LOW_PRECISION_FACTOR if device.type == "cpu" else 1.0
+    return sum(step * steps * (1.0 if _policy(run).computes_in_fp32 else factor) for run in runs)

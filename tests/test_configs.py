@@ -1,0 +1,122 @@
+"""Every YAML composes and becomes a value; every sweep expands (composition, no training)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from harness.analysis.decision import DecisionRule
+from harness.config import CONF, SWEEPS, ConfigError, RunConfig, register
+from harness.experiment.grid import axis_values, by_model, expand
+from harness.precision.policy import PrecisionPolicy
+
+POLICIES = sorted(path.stem for path in (CONF / "policy").glob("*.yaml"))
+WORKLOADS = sorted(path.stem for path in (CONF / "workload").glob("*.yaml"))
+ALL_SWEEPS = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
+
+
+@pytest.fixture
+def composed():
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        yield lambda *overrides: loader.load_configuration(
+            "config", overrides=list(overrides), run_mode=RunMode.MULTIRUN
+        )
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_composes_and_says_what_it_is(name, composed):
+    config = RunConfig.from_hydra(composed(f"policy={name}"))
+    policy = PrecisionPolicy.from_mapping(config.policy)
+    assert policy.name == name
+    assert policy.description.endswith(".")
+
+
+def test_default_grid_has_exactly_one_reference_and_one_control(composed):
+    policies = [
+        PrecisionPolicy.from_mapping(RunConfig.from_hydra(composed(f"policy={name}")).policy)
+        for name in ("fp32", "fp32_twin", "tf32", "fp16", "bf16", "bf16_fallback", "bf16_pure")
+    ]
+    assert [p.name for p in policies if p.is_reference] == ["fp32"]
+    assert [p.name for p in policies if p.is_control] == ["fp32_twin"]
+    assert len({p.content_hash() for p in policies}) == len(policies)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workload_composes(name, composed):
+    config = RunConfig.from_hydra(composed(f"workload={name}"))
+    assert config.workload["kind"]
+
+
+def test_decision_constants_make_a_rule(composed):
+    rule = DecisionRule.from_mapping(RunConfig.from_hydra(composed()).decision)
+    assert rule.alpha == 0.05
+
+
+@pytest.mark.parametrize("name", ALL_SWEEPS)
+def test_sweep_expands(name, composed):
+    grid = expand(composed(f"+sweep={name}", "hydra.mode=MULTIRUN"))
+    policies, seeds = axis_values(grid)
+    assert "fp32" in policies
+    assert len(grid.runs) == len(by_model(grid)) * len(policies) * len(seeds)
+
+
+def test_precision_sweep_is_two_models_seven_policies_three_seeds(composed):
+    grid = expand(composed("+sweep=precision", "hydra.mode=MULTIRUN"))
+    policies, seeds = axis_values(grid)
+    assert (len(by_model(grid)), len(policies), seeds) == (2, 7, [0, 1, 2])
+
+
+def test_command_line_list_replaces_the_sweeps_own(composed):
+    grid = expand(
+        composed("+sweep=precision", "hydra.mode=MULTIRUN", "policy=fp32,bf16", "seed=4,5")
+    )
+    assert axis_values(grid) == (["fp32", "bf16"], [4, 5])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.perturbation=0.1"], "would change all 7 policies"),
+        (["seed=1,1"], "stands in this grid twice"),
+        (["train.steps=0"], "train.steps=0: must be at least 1"),
+        (["train.backend=cuda"], "one of auto, native, emulated"),
+        (["probes.every=0"], "probes.every=0"),
+        (["seed=-1"], "seed=-1"),
+    ],
+)
+def test_contradictory_grids_are_refused_in_one_line(overrides, message, composed):
+    with pytest.raises(ConfigError, match=message) as error:
+        expand(composed("+sweep=precision", "hydra.mode=MULTIRUN", *overrides))
+    assert "\n" not in str(error.value)
+
+
+def test_two_contents_under_one_policy_name_are_refused(composed, tmp_path):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "mine.yaml").write_text("defaults: [bf16, _self_]\nname: fp16\n")
+    with pytest.raises(ConfigError, match="both named 'fp16'"):
+        expand(
+            composed(
+                "+sweep=precision",
+                "hydra.mode=MULTIRUN",
+                f"hydra.searchpath=[file://{tmp_path}]",
+                "policy=fp32,fp16,mine",
+            )
+        )
+
+
+def test_missing_sweep_group_does_not_become_a_plain_value():
+    config = OmegaConf.create({"sweep": "precision"})
+    with pytest.raises(ConfigError, match="no group of sweeps"):
+        RunConfig.from_hydra(config)
+
+
+def test_every_config_folder_is_reachable():
+    assert Path(CONF).is_dir()
+    assert Path(SWEEPS).is_dir()
