@@ -1,0 +1,185 @@
+"""What the harness costs: a bare training loop against a run with everything recorded.
+
+Run as `python benchmarks/overhead.py` on an otherwise idle machine. Both train the same model on
+the same batches for the same steps, alternating, so that a machine that drifts drifts for both.
+The bare loop clips gradients, since every careful loop does, and steps its schedule; it records
+nothing. Two figures are printed, because wall time cannot resolve a few percent here:
+
+- the ratio of the two median step times, pair by pair, with the A/A ratio of two bare loops beside
+  it as the noise of this very measurement;
+- the time spent in the added calls themselves, over the step time, from timers around them.
+
+The table goes to `benchmarks/overhead.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from harness.config import load_choice
+from harness.precision.policy import PrecisionPolicy
+from harness.probes.step_probes import StepProbes
+from harness.runs import loop, step
+from harness.runs.dropout import MaskRecorder
+from harness.runs.environment import describe_environment
+from harness.runs.record import write_record
+from harness.runs.series import SeriesBuffer
+from harness.runs.settings import RunSettings
+from harness.runs.trainer import train
+from harness.tracking.location import resolve_store
+from harness.tracking.store import log_record, prepare
+from harness.workloads.base import Workload
+from harness.workloads.registry import make_workload
+
+WARMUP_STEPS = 10
+TABLE = Path(__file__).with_suffix(".md")
+
+
+def bare_loop(workload: Workload, *, steps: int, seed: int) -> list[float]:
+    """Train without the harness; return seconds per step after the warm-up."""
+    torch.manual_seed(seed)
+    model = workload.build_model(seed)
+    optimizer = workload.make_optimizer(model)
+    scheduler = workload.make_scheduler(optimizer, steps)
+    batches = iter(workload.batches(seed, steps))
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        loss = workload.loss_fn(model, next(batches))
+        loss.backward()
+        if workload.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        times.append(time.perf_counter() - started)
+    return times[WARMUP_STEPS:]
+
+
+def recorded_run(workload: Workload, *, steps: int, seed: int) -> tuple[list[float], float]:
+    """Train with everything recorded and tracked; return step times and seconds spent after."""
+    settings = RunSettings(steps=steps, seed=seed, device="cpu", num_threads=1)
+    environment = describe_environment(torch.device("cpu"), num_threads=1)
+    record = train(
+        workload,
+        PrecisionPolicy(name="fp32"),
+        settings,
+        run_key="overhead",
+        environment=environment,
+    )
+    if record.status != "completed":
+        raise SystemExit(f"the run {record.status}: {record.crash}")
+    with tempfile.TemporaryDirectory() as folder:
+        store = resolve_store(None, Path(folder))
+        prepare(store, [workload.name])
+        started = time.perf_counter()
+        path = write_record(record, Path(folder) / "runs" / "overhead")
+        log_record(store, record, path, experiment=workload.name, sweep_id="overhead")
+        after = time.perf_counter() - started
+    return list(record.series["step_time_s"][WARMUP_STEPS:]), after
+
+
+@contextmanager
+def timed_calls(spent: list[float]) -> Iterator[None]:
+    """Add up the time inside the calls that a bare loop does not make."""
+
+    def timed(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapper(*args: object, **kwargs: object) -> object:
+            started = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent[0] += time.perf_counter() - started
+
+        return wrapper
+
+    targets = [
+        (loop, "iter_tensors"),
+        (loop.Checksum, "add"),
+        (loop.Checksum, "value"),
+        (step, "seed_torch"),
+        (step, "count_nonfinite"),
+        (MaskRecorder, "add"),
+        (MaskRecorder, "value"),
+        (SeriesBuffer, "add"),
+        (SeriesBuffer, "flush"),
+        (StepProbes, "gradients"),
+        (StepProbes, "before_update"),
+        (StepProbes, "after_update"),
+    ]
+    with ExitStack() as stack:
+        for owner, name in targets:
+            stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", default="char_gpt")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--pairs", type=int, default=6)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    workload = make_workload(load_choice("workload", options.workload))
+
+    ratios, noise, after = [], [], []
+    bare_loop(workload, steps=options.steps, seed=0)
+    for pair in range(options.pairs):
+        first = statistics.median(bare_loop(workload, steps=options.steps, seed=pair))
+        times, seconds = recorded_run(workload, steps=options.steps, seed=pair)
+        second = statistics.median(bare_loop(workload, steps=options.steps, seed=pair))
+        base = (first + second) / 2
+        ratios.append(statistics.median(times) / base)
+        noise.append(second / first)
+        after.append(seconds / (base * options.steps))
+        print(f"pair {pair + 1}/{options.pairs}: {ratios[-1]:.3f}x (A/A {noise[-1]:.3f}x)")
+    spent = [0.0]
+    with timed_calls(spent):
+        times, _ = recorded_run(workload, steps=options.steps, seed=0)
+    direct = spent[0] / (statistics.mean(times) * options.steps)
+    _write(options, ratios, noise, after, direct, base)
+
+
+def _write(
+    options: argparse.Namespace,
+    ratios: list[float],
+    noise: list[float],
+    after: list[float],
+    direct: float,
+    base: float,
+) -> None:
+    def row(name: str, values: list[float]) -> str:
+        low, high = min(values), max(values)
+        return f"| {name} | {statistics.median(values):.3f} | {low:.3f} to {high:.3f} |"
+
+    lines = [
+        f"`python benchmarks/overhead.py --workload {options.workload} --steps {options.steps} "
+        f"--pairs {options.pairs}`",
+        "",
+        f"FP32, one thread, bare step {base * 1e3:.1f} ms; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {torch.backends.cpu.get_cpu_capability()} CPU.",
+        "",
+        "| figure | median | range |",
+        "| --- | --- | --- |",
+        row("step time, recorded over bare", ratios),
+        row("A/A: bare over bare, the noise of this measurement", noise),
+        f"| time inside the added calls, over step time | {direct:.3f} | one run |",
+        row("record and MLflow copy after the run, over its training time", after),
+    ]
+    TABLE.write_text("# Overhead of recording\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
