@@ -37,17 +37,23 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the formats of the ops that run below autograd, where composite ops are resolved."""
 
     def __init__(
-        self, counts: dict[str, dict[str, int]], rounds_to_tf32: Callable[[str], bool]
+        self,
+        counts: dict[str, dict[str, int]],
+        *,
+        recording: Callable[[], bool],
+        rounds_to_tf32: Callable[[str], bool],
     ) -> None:
         """Create the mode.
 
         Args:
             counts: Filled as {op name: {format name: calls}}.
+            recording: Says whether ops count now.
             rounds_to_tf32: Says whether a product of FP32 tensors called by that op name now
                 rounds its operands to TF32.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts = counts
+        self._recording = recording
         self._rounds_to_tf32 = rounds_to_tf32
 
     def __torch_dispatch__(
@@ -56,7 +62,7 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the op and count it."""
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if func.is_view or name in _NOT_COMPUTING:
+        if not self._recording() or func.is_view or name in _NOT_COMPUTING:
             return result
         formats = [fmt for values in (args, (result,)) if (fmt := _first_format(values))]
         if formats:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from harness.precision.kernels import Kernel, Override, exists, overload
+from harness.precision.kernels import Kernel, Override, exists, involves, overload
 from harness.precision.op_lists import (
     CPU_NATIVE_LOW,
     CPU_ONLY_FOLLOW,
@@ -22,6 +22,9 @@ from harness.precision.op_lists import (
     CUDA_ACTIONS,
     Action,
 )
+
+# The products that a weight used outside a layer (`h @ embedding.weight.t()`) goes through.
+_WEIGHT_PRODUCTS = ("linear", "matmul", "mm", "addmm", "einsum")
 
 _APPEND_DTYPE = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
@@ -35,7 +38,12 @@ def autocast_key(device_type: str) -> str:
 
 
 def autocast_overrides(
-    changes: Mapping[str, Action], model: nn.Module, *, device_type: str, low: torch.dtype
+    changes: Mapping[str, Action],
+    model: nn.Module,
+    *,
+    device_type: str,
+    low: torch.dtype,
+    kept_ids: frozenset[int] = frozenset(),
 ) -> list[Override]:
     """Return the kernels for all that torch's own autocast of a device does not do by itself.
 
@@ -44,7 +52,11 @@ def autocast_overrides(
         model: Its parameters tell weights from activations.
         device_type: `cuda`, which has CUDA's lists, or `cpu`, which gets them here.
         low: The compute format.
+        kept_ids: `id` of the weights whose products stay in FP32.
     """
+    if kept_ids:
+        by_weight = dict.fromkeys(_WEIGHT_PRODUCTS, Action.LOW_BUT_KEPT_WEIGHTS)
+        changes = {**by_weight, **changes}
     if device_type == "cpu":
         actions = dict.fromkeys(CPU_ONLY_FOLLOW, Action.FOLLOW)
         actions |= dict.fromkeys(CPU_WITHOUT_KERNEL, Action.FP32_ROUNDED)
@@ -58,7 +70,12 @@ def autocast_overrides(
     for name, action in actions.items():
         if exists(name):
             kernel = make_kernel(
-                name, action, device_type=device_type, low=low, weight_ids=weight_ids
+                name,
+                action,
+                device_type=device_type,
+                low=low,
+                weight_ids=weight_ids,
+                kept_ids=kept_ids,
             )
             overrides.append(Override(op=name, kernel=kernel, key=key))
     return overrides
@@ -70,7 +87,8 @@ def make_kernel(
     *,
     device_type: str,
     low: torch.dtype,
-    weight_ids: Collection[int] = frozenset(),
+    weight_ids: frozenset[int] = frozenset(),
+    kept_ids: frozenset[int] = frozenset(),
 ) -> Kernel:
     """Return the kernel that gives op `name` an action.
 
@@ -80,6 +98,7 @@ def make_kernel(
         device_type: `cpu` or `cuda`.
         low: The compute format of the policy.
         weight_ids: `id` of every parameter, which tells weights from activations.
+        kept_ids: `id` of the weights whose products stay in FP32.
     """
     if action is Action.FOLLOW:
         return torch.library.fallthrough_kernel
@@ -94,7 +113,9 @@ def make_kernel(
     elif action is Action.PROMOTE:
         kernel = _promoting(op, without_autocast)
     elif action is Action.FP32_BETWEEN_ACTIVATIONS:
-        kernel = _between_activations(op, without_autocast, low, weight_ids)
+        kernel = _by_weight(op, without_autocast, weight_ids - kept_ids, low, torch.float32)
+    elif action is Action.LOW_BUT_KEPT_WEIGHTS:
+        kernel = _by_weight(op, without_autocast, kept_ids, torch.float32, low)
     elif action in _CASTING_ONE:
         kernel = _casting_one(op, without_autocast, low, action)
     else:
@@ -227,20 +248,17 @@ def _promoting(op: OpOverload, without_autocast: _Excluded) -> Kernel:
     return kernel
 
 
-def _between_activations(
-    op: OpOverload, without_autocast: _Excluded, low: torch.dtype, weight_ids: Collection[int]
+def _by_weight(
+    op: OpOverload,
+    without_autocast: _Excluded,
+    ids: Collection[int],
+    with_one: torch.dtype,
+    without: torch.dtype,
 ) -> Kernel:
-    def is_weight(value: Any) -> bool:
-        if isinstance(value, (list, tuple)):
-            return any(is_weight(item) for item in value)
-        if not isinstance(value, Tensor):
-            return False
-        return id(value) in weight_ids or (
-            value._base is not None and id(value._base) in weight_ids
-        )
+    """Cast to one format where a tensor among `ids` takes part, to another elsewhere."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = low if any(is_weight(value) for value in args) else torch.float32
+        dtype = with_one if involves(args, ids) else without
         with without_autocast():
             return op(*[_cast(value, dtype) for value in args], **kwargs)
 

@@ -161,6 +161,7 @@ def tf32_kernels(
     active: Callable[[], bool],
     mark: Callable[[bool], None],
     used: set[str],
+    kept_ids: Collection[int] = frozenset(),
 ) -> list[Override]:
     """Return the kernels of TF32, less the products that a policy keeps in FP32.
 
@@ -170,6 +171,7 @@ def tf32_kernels(
         active: See `emulation.tf32_overrides`.
         mark: See `emulation.tf32_overrides`.
         used: Receives the name of every op that was emulated.
+        kept_ids: `id` of the weights whose products stay in FP32.
 
     Raises:
         ValueError: Single ops are to stay in FP32 on a GPU's own TF32 units, whose switch knows
@@ -179,8 +181,8 @@ def tf32_kernels(
     if any(action is Action.FP32_BETWEEN_ACTIVATIONS for action in changes.values()):
         kept += ["bmm", "baddbmm"]  # products with a weight go through mm and addmm
     if plan.tf32 == "emulated":
-        return tf32_overrides(active, mark, used=used, excluded_ops=kept)
-    if kept:
+        return tf32_overrides(active, mark, used=used, excluded_ops=kept, kept_ids=kept_ids)
+    if kept or kept_ids:
         raise ValueError(
             "policy.fp32_ops and policy.fp32_selectors cannot single out ops for a GPU's TF32 "
             "units; use policy.fp32_modules, or backend=emulated"

@@ -14,7 +14,7 @@ kernel rounds between its own products (for TF32, attention is computed in its u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from harness.numerics.formats import TF32
 from harness.numerics.rounding import round_mantissa
-from harness.precision.kernels import Kernel, Override, exists, overload
+from harness.precision.kernels import Kernel, Override, exists, involves, overload
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv")
 CONVOLUTIONS = ("convolution", "convolution_backward")
@@ -141,6 +141,7 @@ def tf32_overrides(
     *,
     used: set[str],
     excluded_ops: Iterable[str] = (),
+    kept_ids: Collection[int] = frozenset(),
 ) -> list[Override]:
     """Return kernels that round the operands of products to TF32.
 
@@ -150,8 +151,11 @@ def tf32_overrides(
         mark: Called with True before and False after a rounded product runs, for the audit.
         used: Receives the name of every op that was emulated.
         excluded_ops: Products that the policy keeps in FP32.
+        kept_ids: `id` of the weights whose products stay in FP32.
     """
-    kernels: dict[str, Kernel] = {op: _tf32_kernel(op, active, mark, used) for op in TF32_PRODUCTS}
+    kernels: dict[str, Kernel] = {
+        op: _tf32_kernel(op, active, mark, used, kept_ids) for op in TF32_PRODUCTS
+    }
     kernels["scaled_dot_product_attention"] = _unfused_attention(active)
     kernels |= {op: _unrounded(op) for op in excluded_ops}
     return [
@@ -178,7 +182,11 @@ _ADDEND = {"addmm": 0, "baddbmm": 0, "addbmm": 0, "addmv": 0, "convolution": 2}
 
 
 def _tf32_kernel(
-    name: str, active: Callable[[], bool], mark: Callable[[bool], None], used: set[str]
+    name: str,
+    active: Callable[[], bool],
+    mark: Callable[[bool], None],
+    used: set[str],
+    kept_ids: Collection[int],
 ) -> Kernel:
     op = overload(name)
     guard = torch._C._ExcludeDispatchKeyGuard
@@ -187,7 +195,7 @@ def _tf32_kernel(
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with guard(keys):
-            if not active():
+            if not active() or (kept_ids and involves(args, kept_ids)):
                 return op(*args, **kwargs)
             used.add(name)
             operands = [

@@ -24,7 +24,7 @@ from harness.precision.kernels import (
     functional_overloads,
     registered,
 )
-from harness.precision.modules import select
+from harness.precision.modules import OutputHead, output_head, select
 from harness.precision.op_lists import policy_actions
 from harness.precision.policy import PrecisionPolicy
 from harness.precision.regions import Region, fp32_region, ieee_region, in_region
@@ -111,14 +111,20 @@ class Execution:
 
     @contextmanager
     def audit(self) -> Iterator[dict[str, dict[str, int]]]:
-        """Record the formats of the ops that run inside, values unaffected.
+        """Record the formats of the ops of a forward pass, values unaffected.
+
+        Only what runs inside `forward` counts: backward and the optimizer may be in the context.
 
         Yields:
             A dict, filled as {op name: {format name: calls}}: the wider format of an op's first
             floating-point argument and result, `tf32` where a product rounds FP32 operands.
         """
         counts: dict[str, dict[str, int]] = {}
-        with AuditMode(counts, self._rounds_to_tf32):
+        with AuditMode(
+            counts,
+            recording=lambda: self._forward_depth > 0,
+            rounds_to_tf32=self._rounds_to_tf32,
+        ):
             yield counts
 
     def _rounds_to_tf32(self, op: str) -> bool:
@@ -181,7 +187,10 @@ def applied(
     """
     _check(policy)
     plan = choose(policy, device, backend)
-    fp32_names = select(policy, model, trace_forward=trace_forward)
+    head = OutputHead()
+    if "output_head" in policy.fp32_selectors:
+        head = output_head(model, trace_forward)
+    fp32_names = select(policy, model, head)
     with ExitStack() as stack:
         tf32_switches = plan.tf32 == "native"
         switches = stack.enter_context(_backend_switches(tf32_switches))
@@ -197,7 +206,7 @@ def applied(
         if policy.compute_format != "fp32":
             region = _region(execution, tf32_switches)
             stack.enter_context(in_region(model, fp32_names, region))
-        stack.enter_context(registered(_overrides(execution, model, plan)))
+        stack.enter_context(registered(_overrides(execution, model, plan, head)))
         stack.enter_context(_key_included(TF32_KEY, plan.tf32 == "emulated"))
         yield execution
 
@@ -225,12 +234,15 @@ def _region(execution: Execution, tf32_switches: bool) -> Region:
     return fp32_region(execution.device.type, execution._keeping_fp32)
 
 
-def _overrides(execution: Execution, model: nn.Module, plan: Plan) -> list[Override]:
+def _overrides(
+    execution: Execution, model: nn.Module, plan: Plan, head: OutputHead
+) -> list[Override]:
     policy = execution.policy
     if policy.compute_format == "fp32":
         return []
     changes = policy_actions(policy, functional_overloads)
     used = execution._emulated_ops_used
+    kept_ids = frozenset() if head.weight is None else frozenset({id(head.weight)})
     if policy.compute_format == "tf32":
         return tf32_kernels(
             changes,
@@ -238,10 +250,13 @@ def _overrides(execution: Execution, model: nn.Module, plan: Plan) -> list[Overr
             active=execution._tf32_active,
             mark=execution._mark_tf32_product,
             used=used,
+            kept_ids=kept_ids,
         )
     low = LOW_DTYPES[policy.compute_format]
     return [
-        *autocast_overrides(changes, model, device_type=execution.device.type, low=low),
+        *autocast_overrides(
+            changes, model, device_type=execution.device.type, low=low, kept_ids=kept_ids
+        ),
         *sixteen_bit_overrides(low, plan.emulated_ops, used),
     ]
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 Kernel = Callable[..., Any]
@@ -97,3 +98,14 @@ def functional_overloads(base: str) -> tuple[str, ...]:
         ):
             names.append(base if variant == "default" else f"{base}.{variant}")
     return tuple(names)
+
+
+def involves(values: Iterable[Any], ids: Collection[int]) -> bool:
+    """Return whether one of an op's arguments is, or is a view of, a tensor with one of the ids."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if id(value if value._base is None else value._base) in ids:
+                return True
+        elif isinstance(value, (list, tuple)) and involves(value, ids):
+            return True
+    return False

@@ -7,9 +7,12 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from harness.precision.policy import PrecisionPolicy
 
@@ -56,26 +59,19 @@ def resolve(patterns: Iterable[str], model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in names if name in matched)
 
 
-def select(
-    policy: PrecisionPolicy,
-    model: nn.Module,
-    *,
-    trace_forward: Callable[[], object] | None = None,
-) -> tuple[str, ...]:
+def select(policy: PrecisionPolicy, model: nn.Module, head: OutputHead) -> tuple[str, ...]:
     """Return the names of all modules that a policy keeps in FP32, in the model's order.
 
     Args:
         policy: Its `fp32_modules` must match something; its `fp32_selectors` need not.
         model: The model.
-        trace_forward: Runs one forward pass of the model; tells `output_head` which linear layer
-            is called last.
+        head: From `output_head`, if the policy selects it.
     """
     chosen = set(resolve(policy.fp32_modules, model))
     if "normalization" in policy.fp32_selectors:
         chosen.update(normalizations(model))
-    if "output_head" in policy.fp32_selectors:
-        head = output_head(model, trace_forward)
-        chosen.update(() if head is None else (head,))
+    if "output_head" in policy.fp32_selectors and head.module is not None:
+        chosen.add(head.module)
     return tuple(name for name, _ in model.named_modules() if name in chosen)
 
 
@@ -92,35 +88,73 @@ def normalizations(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def output_head(model: nn.Module, trace_forward: Callable[[], object] | None = None) -> str | None:
-    """Return the name of the linear or convolution layer that is called last, None without one.
+@dataclass(frozen=True, kw_only=True)
+class OutputHead:
+    """Where a model's last linear layer is.
+
+    Attributes:
+        module: Name of the layer that is called last; None if there is no such layer.
+        weight: The parameter of a product that comes after every layer (a language model that
+            multiplies by its embedding); then `module` is None.
+    """
+
+    module: str | None = None
+    weight: Tensor | None = None
+
+
+def output_head(model: nn.Module, trace_forward: Callable[[], object] | None = None) -> OutputHead:
+    """Return the linear or convolution layer, or the product with a parameter, that comes last.
 
     Args:
         model: Left as it was: buffers, random state and training mode included.
         trace_forward: Runs one forward pass; without it the layer registered last is taken.
     """
-    layers: list[tuple[str, nn.Module]]
-    layers = [(n, m) for n, m in model.named_modules() if n and isinstance(m, _LINEAR_LAYERS)]
-    if not layers:
-        return None
+    layers = {n: m for n, m in model.named_modules() if n and isinstance(m, _LINEAR_LAYERS)}
     if trace_forward is None:
-        return layers[-1][0]
-    called: list[str] = []
-    handles = [module.register_forward_hook(_noting(called, name)) for name, module in layers]
+        return OutputHead(module=list(layers)[-1] if layers else None)
+    called: list[OutputHead] = []
+    handles = [
+        module.register_forward_hook(_noting(called, OutputHead(module=name)))
+        for name, module in layers.items()
+    ]
     try:
-        with _undisturbed(model), torch.no_grad():
+        with _undisturbed(model), torch.no_grad(), _WeightProducts(model, called):
             trace_forward()
     finally:
         for handle in handles:
             handle.remove()
-    return called[-1] if called else None
+    return called[-1] if called else OutputHead()
 
 
-def _noting(called: list[str], name: str) -> Callable[..., None]:
+def _noting(called: list[OutputHead], head: OutputHead) -> Callable[..., None]:
+    # Runs after the layer's own product was noted, and so takes its place as the last one.
     def hook(*_: object) -> None:
-        called.append(name)
+        called.append(head)
 
     return hook
+
+
+class _WeightProducts(TorchFunctionMode):
+    """Notes every product with a parameter, or with a view of one."""
+
+    _FUNCTIONS = frozenset({"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "einsum"})
+
+    def __init__(self, model: nn.Module, called: list[OutputHead]) -> None:
+        super().__init__()
+        self._weights = {id(weight): weight for weight in model.parameters()}
+        self._called = called
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in self._FUNCTIONS:
+            operands = [*args, *(args[-1] if args and isinstance(args[-1], (list, tuple)) else ())]
+            for value in operands:
+                base = getattr(value, "_base", None)
+                weight = self._weights.get(id(value if base is None else base))
+                if weight is not None:
+                    self._called.append(OutputHead(weight=weight))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

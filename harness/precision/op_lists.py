@@ -34,6 +34,7 @@ class Action(Enum):
     PROMOTE = "promote"  # cast to the widest format among them
     FOLLOW = "follow"  # leave them: the op runs in the format of its inputs
     FP32_BETWEEN_ACTIVATIONS = "fp32_between_activations"  # FP32, but LOW if one is a weight
+    LOW_BUT_KEPT_WEIGHTS = "low_but_kept_weights"  # LOW, but FP32 with a weight kept in FP32
     BANNED = "banned"  # raise, as CUDA autocast does
 
 

@@ -23,6 +23,21 @@ def test_every_call_counts_once():
         assert audit["native_layer_norm"] == {"fp32": 1}
 
 
+def test_only_the_forward_pass_counts():
+    model, data = build(), batch()
+    audits = []
+    for whole_step in (False, True):
+        with applied(BUILT_IN["tf32"], model, device=CPU) as execution:
+            with execution.audit() as audit:
+                with execution.forward():
+                    loss = loss_fn(model, data)
+                if whole_step:
+                    loss.backward()
+        audits.append(audit)
+    assert audits[0] == audits[1]
+    assert "tf32" in audits[1]["addmm"]
+
+
 def test_auditing_changes_no_value():
     for name, policy in BUILT_IN.items():
         audited = train(policy, steps=2)[0]  # audits its first step

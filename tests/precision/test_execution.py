@@ -152,6 +152,32 @@ def test_attention_scores_leaves_products_with_weights_alone():
     assert (with_weight.dtype, scores.dtype) == (torch.bfloat16, torch.float32)
 
 
+class TiedLanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.body = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        h = self.body(self.emb(tokens))
+        return h, h @ self.emb.weight.t()
+
+
+@pytest.mark.parametrize("selectors", [["output_head"], ["output_head", "attention_scores"]])
+def test_a_head_tied_to_the_embedding_is_kept_in_fp32(selectors):
+    model, tokens = TiedLanguageModel(), torch.tensor([1, 2])
+    for compute, body in [("bf16", torch.bfloat16), ("tf32", torch.float32)]:
+        with applied(
+            policy(compute, fp32_selectors=selectors),
+            model,
+            device=CPU,
+            trace_forward=lambda: model(tokens),
+        ) as execution:
+            with execution.forward():
+                h, logits = model(tokens)
+        assert (h.dtype, logits.dtype) == (body, torch.float32)
+        assert torch.equal(logits, h.float() @ model.emb.weight.t())
+
+
 def test_ops_that_are_in_no_list_can_be_named():
     _, result = audit_of(
         policy(fp32_ops=["sigmoid"]), nn.Linear(4, 4), lambda m: m(torch.randn(2, 4)).sigmoid()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.precision.modules import normalizations, output_head, resolve, select
+from harness.precision.modules import OutputHead, normalizations, output_head, resolve, select
 from harness.precision.policy import PrecisionPolicy
 
 
@@ -79,7 +79,7 @@ def test_output_head_is_the_layer_called_last_and_tracing_leaves_no_trace():
     net = Net()
     before = {k: v.clone() for k, v in net.state_dict().items()}
     state = torch.get_rng_state()
-    assert output_head(net, lambda: net(torch.randn(3, 4))) == "head"
+    assert output_head(net, lambda: net(torch.randn(3, 4))) == OutputHead(module="head")
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert net.training
@@ -87,13 +87,38 @@ def test_output_head_is_the_layer_called_last_and_tracing_leaves_no_trace():
 
 
 def test_output_head_without_a_trace_is_the_last_registered_and_may_be_missing():
-    assert output_head(Net()) == "blocks.1.ff.wo"
-    assert output_head(nn.ReLU()) is None
+    assert output_head(Net()) == OutputHead(module="blocks.1.ff.wo")
+    assert output_head(nn.ReLU()) == OutputHead()
 
 
 def test_selectors_may_match_nothing():
     policy = PrecisionPolicy(
         name="p", compute_format="bf16", fp32_selectors=("normalization", "output_head")
     )
-    assert select(policy, nn.Sequential(nn.ReLU())) == ()
-    assert select(policy, nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))) == ("0", "1")
+    assert select(policy, nn.Sequential(nn.ReLU()), OutputHead()) == ()
+    assert select(
+        policy, nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), OutputHead(module="0")
+    ) == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda h, w: h @ w.t(),
+        lambda h, w: nn.functional.linear(h, w),
+        lambda h, w: torch.einsum("bd,vd->bv", h, w),
+    ],
+)
+def test_a_product_with_a_tied_weight_is_the_head(product):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.emb, self.body = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+        def forward(self, tokens):
+            return product(self.body(self.emb(tokens)), self.emb.weight)
+
+    model = Tied()
+    head = output_head(model, lambda: model(torch.tensor([1, 2])))
+    assert head.module is None
+    assert head.weight is model.emb.weight
