@@ -95,7 +95,7 @@ def _application(composed: DictConfig) -> None:
 
 def _report(composed: DictConfig) -> int:
     """Analyze stored runs; bad input is told here, since Hydra would add a line to an exception."""
-    from harness.experiment.conclude import report_stored
+    from harness.experiment.stored import report_stored
 
     try:
         return report_stored(RunConfig.from_hydra(composed))

@@ -1,9 +1,8 @@
-"""From the stored records of a sweep to verdicts, reports and an exit code."""
+"""From the records of a sweep to verdicts, reports and an exit code."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +12,14 @@ from rich.console import Console
 from harness.analysis.analyzer import analyze_model
 from harness.analysis.decision import DecisionRule
 from harness.analysis.findings import ModelFindings, Ratio, Reason
-from harness.config import ConfigError, RunConfig
-from harness.experiment import manifest as manifests
+from harness.config import ConfigError
 from harness.experiment.job import run_folder
-from harness.experiment.manifest import Manifest, PlannedRun
+from harness.experiment.manifest import Manifest
 from harness.report.terminal import print_findings
 from harness.report.text import safe_name
 from harness.report.writer import write_index, write_report
 from harness.runs.record import RunRecord, read_record
 from harness.runs.timing import TimingRecord, read_timing
-from harness.tracking import spool
-from harness.tracking.links import comparison_links
-from harness.tracking.location import Store, StoreUnreachable, resolve_store
-from harness.tracking.store import fetch_records, log_report, prepare
 
 NOT_TIMED = {
     "cpu": "not measured: candidates that are emulated on a CPU have no step time of their own",
@@ -159,32 +153,6 @@ def step_time_ratios(timing: TimingRecord | None) -> dict[str, Ratio]:
     }
 
 
-def publish(conclusion: Conclusion, manifest: Manifest, store: Store | None) -> list[str]:
-    """Copy the reports to the tracking store; return what to tell the user.
-
-    A store that is away costs a warning, never the result.
-    """
-    if store is None:
-        return []
-    lines: list[str] = []
-    try:
-        for model, folder in conclusion.reports.items():
-            log_report(
-                store,
-                experiment=model,
-                sweep_id=manifest.sweep_id,
-                folder=folder,
-                markdown=(folder / "report.md").read_text(encoding="utf-8"),
-            )
-            links = comparison_links(store, model, manifest.sweep_id)
-            if not lines and links["ui_command"]:
-                lines.append(f"Compare the runs: {links['ui_command']}")
-            lines.append(f"  {model}: {links['url']}")
-    except StoreUnreachable as error:
-        return [f"warning: the tracking store has no copy of the report: {error}"]
-    return lines
-
-
 def show(conclusion: Conclusion, lines: Sequence[str]) -> None:
     """Print the verdicts, the recommendations and where everything lies."""
     console = Console(highlight=False)
@@ -194,97 +162,3 @@ def show(conclusion: Conclusion, lines: Sequence[str]) -> None:
     console.print()
     for line in [f"All reports: {conclusion.index}", *lines]:
         console.print(line, soft_wrap=True, markup=False)
-
-
-def report_stored(config: RunConfig) -> int:
-    """Analyze the stored runs of a sweep again, without training; return the exit code.
-
-    Raises:
-        ConfigError: `sweep_id` is missing or unknown, or a setting is wrong.
-    """
-    if config.sweep_id is None:
-        raise ConfigError("action=report needs sweep_id=NAME, or sweep_id=latest")
-    rule = decision_rule(config.decision)
-    store = _store(config)
-    manifest, records = _stored_sweep(config, store)
-    conclusion = conclude(manifest, records, rule=rule, output_dir=config.output_dir)
-    lines: list[str] = []
-    if store is not None:
-        owed = spool.replay(store, config.output_dir)
-        if owed.reason:
-            lines.append(f"warning: {owed.left} runs are not in the tracking store: {owed.reason}")
-    show(conclusion, [*lines, *publish(conclusion, manifest, store)])
-    return conclusion.exit_code
-
-
-def _store(config: RunConfig) -> Store | None:
-    if not config.tracking.enabled:
-        return None
-    try:
-        return resolve_store(config.tracking.uri, config.output_dir)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _stored_sweep(config: RunConfig, store: Store | None) -> tuple[Manifest, list[RunRecord]]:
-    """Return manifest and records from the output folder, else from the tracking store."""
-    assert config.sweep_id is not None
-    try:
-        manifest = manifests.read(config.output_dir, config.sweep_id)
-    except ConfigError:
-        if store is None or config.sweep_id == manifests.LATEST:
-            raise
-        records = _fetched(store, config.sweep_id)
-        if not records:
-            raise
-        return _manifest_of(records, config), records
-    records, troubles = load_records(manifest, config.output_dir)
-    for line in troubles:
-        print(f"warning: {line}", file=sys.stderr)
-    return manifest, records
-
-
-def _fetched(store: Store, sweep_id: str) -> list[RunRecord]:
-    if store.sqlite_path is not None and not store.sqlite_path.exists():
-        return []
-    try:
-        return fetch_records(store, sweep_id=sweep_id)
-    except StoreUnreachable:
-        return []
-
-
-def _manifest_of(records: Sequence[RunRecord], config: RunConfig) -> Manifest:
-    """Return a manifest for records that came without one: the grid is what is there."""
-    return Manifest(
-        sweep_id=str(config.sweep_id),
-        sweep="from the tracking store",
-        command="not known: the records were read from the tracking store",
-        device=str(records[0].environment.get("device_kind", "cpu")),
-        reference=config.reference,
-        runs=tuple(
-            PlannedRun(run_key=r.run_key, workload=r.workload, policy=r.policy, seed=r.seed)
-            for r in sorted(records, key=lambda r: (r.workload, r.policy, r.seed))
-        ),
-        descriptions={},
-        created_at=manifests.now(),
-    )
-
-
-def prepare_store(config: RunConfig, models: Sequence[str]) -> Store | None:
-    """Return the store of the sweep, its database and experiments created; None when disabled.
-
-    A server that is away is a warning: copies are kept back and made later.
-
-    Raises:
-        ConfigError: The URI is malformed.
-    """
-    store = _store(config)
-    if store is not None:
-        try:
-            prepare(store, models)
-        except StoreUnreachable as error:
-            print(
-                f"warning: {error}; training goes on, the copies are made when it is back",
-                file=sys.stderr,
-            )
-    return store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import sys
 from pathlib import Path
@@ -10,20 +11,13 @@ from rich.console import Console
 
 from harness.config import ConfigError, RunConfig
 from harness.experiment import manifest as manifests
-from harness.experiment.conclude import (
-    conclude,
-    decision_rule,
-    load_records,
-    prepare_store,
-    publish,
-    show,
-)
+from harness.experiment.conclude import conclude, decision_rule, load_records, show
+from harness.experiment.copies import make_owed_copies, prepare_store, publish
 from harness.experiment.grid import Grid
 from harness.experiment.job import finished_record, progress_folder
 from harness.experiment.plan import Plan, make_plan
 from harness.experiment.timing_stage import time_models
 from harness.progress import ProgressDisplay
-from harness.tracking import spool
 from harness.tracking.location import Store
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -73,11 +67,17 @@ class LiveExperiment:
             reused=num_finished(self._plan, self._config),
         )
         self._display.__enter__()
+        # An interruption passes Hydra by; the terminal's cursor must come back all the same.
+        atexit.register(self._stop_display)
+
+    def _stop_display(self) -> None:
+        if self._display is not None:
+            self._display.__exit__(None, None, None)
+            self._display = None
 
     def conclude(self) -> int:
         """Time the steps, analyze, report; return the exit code."""
-        if self._display is not None:
-            self._display.__exit__(None, None, None)
+        self._stop_display()
         config, manifest = self._config, self._plan.manifest
         records, troubles = load_records(manifest, config.output_dir)
         for line in troubles:
@@ -89,17 +89,9 @@ class LiveExperiment:
         conclusion = conclude(
             manifest, records, rule=decision_rule(config.decision), output_dir=config.output_dir
         )
-        lines = self._replayed() + publish(conclusion, manifest, self._store)
+        lines = make_owed_copies(self._store, config) + publish(conclusion, manifest, self._store)
         show(conclusion, lines)
         return conclusion.exit_code
-
-    def _replayed(self) -> list[str]:
-        if self._store is None:
-            return []
-        owed = spool.replay(self._store, self._config.output_dir)
-        if not owed.reason:
-            return []
-        return [f"warning: {owed.left} runs are not in the tracking store: {owed.reason}"]
 
 
 def _checked_plan(grid: Grid, *, sweep: str, command: str, workers: int) -> Plan:

@@ -18,11 +18,15 @@ from harness.experiment.policy_check import PolicyCheck, check_policies
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.environment import bf16_is_native
 from harness.runs.preflight import PreflightReport, check_workload
+from harness.runs.throughput import device_is_shared
 from harness.workloads.base import Workload
 from harness.workloads.registry import make_workload
 
 # Measured on the built-in workloads: a low-precision step on a CPU takes 1 to 2 times FP32's.
 CPU_LOW_PRECISION_FACTOR = 1.5
+SHARED_DEVICE = (
+    "other processes hold memory of this GPU: their work slows runs down and disturbs step times"
+)
 RECORD_BYTES_PER_STEP = 500
 TRACKING_BYTES_PER_STEP = 2500
 
@@ -113,7 +117,7 @@ def make_plan(grid: grids.Grid, *, sweep: str, command: str, workers: int) -> It
     planned: list[PlannedRun] = []
     skipped: list[str] = []
     caveats: dict[str, list[dict[str, Any]]] = {}
-    notes: list[str] = []
+    notes = [SHARED_DEVICE] if device_is_shared(device) else []
     steps: dict[str, int] = {}
     data: dict[str, str] = {}
     seconds, size = 0.0, 0

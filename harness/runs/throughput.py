@@ -177,8 +177,14 @@ def _note(device: torch.device, blocks: int, steps: int) -> str:
     how = f"{blocks} alternating blocks of {steps} steps, probes off"
     if device.type != "cuda":
         return f"{how}, on a CPU: says nothing about the speed on a GPU"
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    if others > _OTHERS_MEMORY_BYTES:
+    if device_is_shared(device):
         return f"{how}; other processes held memory of this GPU, so the times may be disturbed"
     return how
+
+
+def device_is_shared(device: torch.device) -> bool:
+    """Return whether other processes hold memory of this GPU beyond what drivers take."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device) > _OTHERS_MEMORY_BYTES

@@ -1,0 +1,76 @@
+"""`action=report`: a stored sweep analyzed again, from its records or their copies."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from harness.config import ConfigError, RunConfig
+from harness.experiment import manifest as manifests
+from harness.experiment.conclude import conclude, decision_rule, load_records, show
+from harness.experiment.copies import configured_store, make_owed_copies, publish
+from harness.experiment.manifest import Manifest, PlannedRun
+from harness.runs.record import RunRecord
+from harness.tracking.location import Store, StoreUnreachable
+from harness.tracking.store import fetch_records
+
+
+def report_stored(config: RunConfig) -> int:
+    """Analyze the stored runs of a sweep again, without training; return the exit code.
+
+    Raises:
+        ConfigError: `sweep_id` is missing or unknown, or a setting is wrong.
+    """
+    if config.sweep_id is None:
+        raise ConfigError("action=report needs sweep_id=NAME, or sweep_id=latest")
+    rule = decision_rule(config.decision)
+    store = configured_store(config)
+    manifest, records = _stored_sweep(config, store)
+    conclusion = conclude(manifest, records, rule=rule, output_dir=config.output_dir)
+    lines = make_owed_copies(store, config)
+    show(conclusion, [*lines, *publish(conclusion, manifest, store)])
+    return conclusion.exit_code
+
+
+def _stored_sweep(config: RunConfig, store: Store | None) -> tuple[Manifest, list[RunRecord]]:
+    """Return manifest and records from the output folder, else from the tracking store."""
+    assert config.sweep_id is not None
+    try:
+        manifest = manifests.read(config.output_dir, config.sweep_id)
+    except ConfigError:
+        if store is None or config.sweep_id == manifests.LATEST:
+            raise
+        records = _fetched(store, config.sweep_id)
+        if not records:
+            raise
+        return _manifest_of(records, config), records
+    records, troubles = load_records(manifest, config.output_dir)
+    for line in troubles:
+        print(f"warning: {line}", file=sys.stderr)
+    return manifest, records
+
+
+def _fetched(store: Store, sweep_id: str) -> list[RunRecord]:
+    if store.sqlite_path is not None and not store.sqlite_path.exists():
+        return []
+    try:
+        return fetch_records(store, sweep_id=sweep_id)
+    except StoreUnreachable:
+        return []
+
+
+def _manifest_of(records: Sequence[RunRecord], config: RunConfig) -> Manifest:
+    """Return a manifest for records that came without one: the grid is what is there."""
+    return Manifest(
+        sweep_id=str(config.sweep_id),
+        sweep="from the tracking store",
+        command="not known: the records were read from the tracking store",
+        device=str(records[0].environment.get("device_kind", "cpu")),
+        reference=config.reference,
+        runs=tuple(
+            PlannedRun(run_key=r.run_key, workload=r.workload, policy=r.policy, seed=r.seed)
+            for r in sorted(records, key=lambda r: (r.workload, r.policy, r.seed))
+        ),
+        descriptions={},
+        created_at=manifests.now(),
+    )
