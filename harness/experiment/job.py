@@ -128,7 +128,7 @@ def _track(config: RunConfig, record: RunRecord, sweep_id: str) -> None:
         return
     from harness.tracking import spool
 
-    run_id = spool.log_or_spool(
+    why_not = spool.log_or_spool(
         store,
         record,
         folder / RECORD_FILE,
@@ -136,7 +136,7 @@ def _track(config: RunConfig, record: RunRecord, sweep_id: str) -> None:
         sweep_id=sweep_id,
         output_dir=config.output_dir,
     )
-    if run_id is not None:
+    if why_not is None:
         write_atomically(note, json.dumps({**copied, key: record_stamp(folder)}))
 
 
