@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -109,6 +110,9 @@ def prepared(arguments: Sequence[str]) -> list[str]:
     Flags come first whatever their place: argparse refuses them between overrides.
     """
     flags, given = _flags_and_overrides(arguments)
+    _, unknown = get_args_parser().parse_known_args(flags)
+    if unknown:
+        raise ConfigError(f"unknown flag {unknown[0]}; settings are given as key=value, see --help")
     if any(flag.split("=")[0] in _INFORMATION_FLAGS for flag in flags):
         return [*flags, *given]
     values = {a.lstrip("+").split("=")[0]: a.split("=", 1)[1] for a in given if "=" in a}

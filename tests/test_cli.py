@@ -9,6 +9,7 @@ import pytest
 from hydra.errors import HydraException
 
 from harness import cli
+from harness.config import ConfigError
 
 
 def test_plain_call_runs_the_internal_pair():
@@ -31,6 +32,11 @@ def test_flags_between_overrides_are_moved_to_the_front():
     given = ["+sweep=precision", "--config-dir", "mine", "seed=1", "--config-name=x"]
     expected = ["--config-dir", "mine", "--config-name=x", "--multirun", "+sweep=precision"]
     assert cli.prepared(given) == [*expected, "seed=1"]
+
+
+def test_an_unknown_flag_is_named():
+    with pytest.raises(ConfigError, match="unknown flag --bogus"):
+        cli.prepared(["+sweep=precision", "--bogus"])
 
 
 def test_report_action_is_a_single_job():
