@@ -12,7 +12,8 @@ from pathlib import Path
 
 from harness.config import load_choice
 from harness.experiment import manifest as manifests
-from harness.experiment.conclude import conclude, decision_rule, load_records
+from harness.experiment.conclude import conclude, load_records
+from harness.experiment.early_checks import decision_rule
 
 output_dir = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 sweep_id = sys.argv[2] if len(sys.argv) > 2 else "latest"

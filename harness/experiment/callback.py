@@ -32,6 +32,9 @@ class ExperimentCallback(Callback):
             from harness.experiment.grid import expand
 
             grid = expand(config)
+            from harness.experiment.early_checks import check_early
+
+            check_early(grid)
             from harness.experiment.live import LiveExperiment
 
             self._live = LiveExperiment.prepare(

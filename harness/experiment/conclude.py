@@ -12,7 +12,6 @@ from rich.console import Console
 from harness.analysis.analyzer import analyze_model
 from harness.analysis.decision import DecisionRule
 from harness.analysis.findings import ModelFindings, Ratio, Reason
-from harness.config import ConfigError
 from harness.experiment.job import run_folder
 from harness.experiment.manifest import Manifest
 from harness.report.terminal import print_findings
@@ -45,18 +44,6 @@ class Conclusion:
     def exit_code(self) -> int:
         """0 when every model has its verdicts, 1 when a reference is missing or crashed."""
         return 1 if any(f.failed for f in self.findings) else 0
-
-
-def decision_rule(settings: dict[str, object]) -> DecisionRule:
-    """Return the rule of `decision.*`.
-
-    Raises:
-        ConfigError: A constant is unknown or out of range.
-    """
-    try:
-        return DecisionRule.from_mapping(settings)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def load_records(manifest: Manifest, output_dir: Path) -> tuple[list[RunRecord], list[str]]:

@@ -5,27 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from harness.config import ConfigError, RunConfig
+from harness.config import RunConfig
 from harness.experiment.conclude import Conclusion
+from harness.experiment.early_checks import configured_store
 from harness.experiment.manifest import Manifest
 from harness.tracking import spool
 from harness.tracking.links import comparison_links
-from harness.tracking.location import Store, StoreUnreachable, resolve_store
+from harness.tracking.location import Store, StoreUnreachable
 from harness.tracking.store import log_report, prepare
-
-
-def configured_store(config: RunConfig) -> Store | None:
-    """Return the store of `tracking.*`; None when tracking is disabled.
-
-    Raises:
-        ConfigError: The URI is malformed.
-    """
-    if not config.tracking.enabled:
-        return None
-    try:
-        return resolve_store(config.tracking.uri, config.output_dir)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def prepare_store(config: RunConfig, models: Sequence[str]) -> Store | None:

@@ -92,7 +92,8 @@ def _train(config: RunConfig, planned: PlannedRun, progress: Path) -> RunRecord:
     if record.status == "diverged" and device.type == "cuda":
         record = with_second_try(record, once())
     write_record(record, run_folder(config.output_dir, planned.run_key))
-    heartbeat.finish(planned.run_key, record.status)
+    losses = record.series.get("loss", ())
+    heartbeat.finish(planned.run_key, record.status, loss=losses[-1] if losses else None)
     return record
 
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import atexit
-import re
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from harness.config import ConfigError, RunConfig
+from harness.config import RunConfig
 from harness.experiment import manifest as manifests
-from harness.experiment.conclude import conclude, decision_rule, load_records, show
+from harness.experiment.conclude import conclude, load_records, show
 from harness.experiment.copies import make_owed_copies, prepare_store, publish
+from harness.experiment.early_checks import decision_rule
 from harness.experiment.grid import Grid
 from harness.experiment.job import finished_record, progress_folder
+from harness.experiment.manifest import PlannedRun
 from harness.experiment.plan import Plan, make_plan
 from harness.experiment.timing_stage import time_models
 from harness.progress import ProgressDisplay
 from harness.tracking.location import Store
 
-SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+# Workers start, import torch and MLflow, and the parent times, analyzes and draws afterwards.
+START_SECONDS = 12.0
+WARNINGS = ("BATCHES_NOT_REPRODUCIBLE", "MODEL_NOT_REPRODUCIBLE", "WEIGHTS_NOT_FP32")
 
 
 class LiveExperiment:
@@ -40,20 +43,17 @@ class LiveExperiment:
 
     @classmethod
     def prepare(cls, grid: Grid, *, sweep: str, command: str, workers: int) -> LiveExperiment:
-        """Check everything, announce what will run, create the store.
+        """Check workloads and policies, announce what will run, create the store.
 
         Raises:
-            ConfigError: Bad configuration, workload or folder.
+            ConfigError: Bad workload, policy or device.
             SystemExit: `dry_run=true`: all is said.
         """
         config = grid.runs[0]
-        _check_sweep_id(config)
-        decision_rule(config.decision)
-        if not config.dry_run:
-            _check_writable(config.output_dir)
         plan = _checked_plan(grid, sweep=sweep, command=command, workers=workers)
         _announce(plan, config)
         if config.dry_run:
+            print("dry run: nothing was started")
             raise SystemExit(0)
         store = prepare_store(config, plan.manifest.models)
         manifests.write(plan.manifest, config.output_dir)
@@ -65,6 +65,7 @@ class LiveExperiment:
             progress_folder(self._config.output_dir, self.sweep_id),
             total=len(self._plan.manifest.runs),
             reused=num_finished(self._plan, self._config),
+            weights=self._plan.seconds,
         )
         self._display.__enter__()
         # An interruption passes Hydra by; the terminal's cursor must come back all the same.
@@ -102,29 +103,6 @@ def _checked_plan(grid: Grid, *, sweep: str, command: str, workers: int) -> Plan
     raise AssertionError("make_plan ends with a plan")
 
 
-def _check_sweep_id(config: RunConfig) -> None:
-    name = config.sweep_id
-    if name is not None and (not SAFE_NAME.fullmatch(name) or name == manifests.LATEST):
-        raise ConfigError(
-            f"sweep_id={name}: up to 100 letters, digits, '.', '_' and '-' "
-            "(and not 'latest', which means the newest sweep)"
-        )
-
-
-def _check_writable(output_dir: Path) -> None:
-    try:
-        for name in ("runs", "reports"):
-            folder = output_dir / name
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / ".writable"
-            probe.touch()
-            probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir={output_dir}: cannot be written ({error.strerror}); choose another"
-        ) from None
-
-
 def num_finished(plan: Plan, config: RunConfig) -> int:
     """Return how many runs of the plan are there already."""
     keys = [run.run_key for run in plan.manifest.runs]
@@ -133,12 +111,12 @@ def num_finished(plan: Plan, config: RunConfig) -> int:
 
 def _announce(plan: Plan, config: RunConfig) -> None:
     manifest = plan.manifest
-    finished = num_finished(plan, config)
     policies = list(dict.fromkeys(run.policy for run in manifest.runs))
     seeds = list(dict.fromkeys(run.seed for run in manifest.runs))
     models = ", ".join(f"{name} ({steps} steps)" for name, steps in plan.steps.items())
     marked = [f"{p} (reference)" if p == manifest.reference else p for p in policies]
-    share = (len(manifest.runs) - finished) / max(len(manifest.runs), 1)
+    todo = [run for run in manifest.runs if finished_record(config.output_dir, run.run_key) is None]
+    finished = len(manifest.runs) - len(todo)
     console = Console(highlight=False)
 
     def line(label: str, text: str) -> None:
@@ -147,19 +125,30 @@ def _announce(plan: Plan, config: RunConfig) -> None:
     console.print(f"sweep {manifest.sweep_id}", markup=False)
     line("models", models)
     for name, sha256 in plan.data.items():
-        line("data", f"{name}: SHA-256 {sha256}")
+        line("data", f"{name}: SHA-256 {sha256[:16]}...")
     line("policies", ", ".join(marked))
     line("seeds", ", ".join(map(str, seeds)))
     reused = f", of which {finished} are finished and reused" if finished else ""
     line("runs", f"{len(manifest.runs)}{reused}; {plan.workers} at a time on {manifest.device}")
-    megabytes = plan.estimated_bytes * share / 1e6
-    line("estimate", f"{_duration(plan.estimated_seconds * share)}, {megabytes:.0f} MB of disk")
+    line("estimate", _estimate(plan, todo))
     line("results", f"{config.output_dir}/runs, {config.output_dir}/reports/{manifest.sweep_id}")
-    for text in (*manifest.skipped, *plan.notes):
+    for text in manifest.skipped:
         line("note", text)
+    for model, note in plan.notes:
+        label = "warning" if note.code in WARNINGS else "note"
+        line(label, f"{model}: {note.message}" if model else note.message)
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"about {max(1, round(seconds))} s"
-    return f"about {seconds / 60:.0f} min"
+def _estimate(plan: Plan, todo: Sequence[PlannedRun]) -> str:
+    if not todo:
+        return "nothing to train"
+    seconds = START_SECONDS + sum(plan.seconds[run.run_key] for run in todo) / plan.workers
+    megabytes = len(todo) * plan.bytes_per_run / 1e6
+    # Shared caches, clock speed and neighbours: half as much again was seen on quiet machines.
+    return f"{_duration(seconds, 2 * seconds)}, {megabytes:.0f} MB of disk"
+
+
+def _duration(low: float, high: float) -> str:
+    if high < 120:
+        return f"{max(5, round(low, -1)):.0f} to {round(high, -1):.0f} s"
+    return f"{max(1, round(low / 60))} to {max(2, round(high / 60))} min"

@@ -13,10 +13,12 @@ import torch
 from harness import __version__
 from harness.config import ConfigError, RunConfig
 from harness.experiment import grid as grids
+from harness.experiment.early_checks import policy_of
 from harness.experiment.manifest import Manifest, PlannedRun, grid_hash, now, workload_choice
 from harness.experiment.policy_check import PolicyCheck, check_policies
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.environment import bf16_is_native
+from harness.runs.notes import Note
 from harness.runs.preflight import PreflightReport, check_workload
 from harness.runs.throughput import device_is_shared
 from harness.workloads.base import Workload
@@ -24,11 +26,15 @@ from harness.workloads.registry import make_workload
 
 # Measured on the built-in workloads: a low-precision step on a CPU takes 1 to 2 times FP32's.
 CPU_LOW_PRECISION_FACTOR = 1.5
-SHARED_DEVICE = (
-    "other processes hold memory of this GPU: their work slows runs down and disturbs step times"
+SHARED_DEVICE = Note(
+    code="SHARED_DEVICE",
+    message="other processes hold memory of this GPU; their work slows runs and disturbs times",
 )
-RECORD_BYTES_PER_STEP = 500
-TRACKING_BYTES_PER_STEP = 2500
+# Composing, building, storing the record and its copy: measured at 0.5 to 1 s a run.
+FIXED_SECONDS = 1.0
+# A record and its copy in SQLite, measured at 40 kB and 2.6 kB a step with the default probes.
+FIXED_BYTES = 100_000
+BYTES_PER_STEP = 2_600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +45,18 @@ class Plan:
         manifest: What to run.
         steps: Model name -> steps per run.
         data: Model name -> SHA-256 of its corpus, data set or workload file.
-        estimated_seconds: Training time with `workers` at work; None when nothing was timed.
-        estimated_bytes: Disk for records, tracking store and report.
-        notes: One line each on what the checks saw.
+        seconds: Run key -> expected time of the run, alone on the machine.
+        bytes_per_run: Disk for its record, its copy and its share of a report.
+        notes: What the checks saw, each with the model that it concerns ("" for none).
     """
 
     manifest: Manifest
     steps: dict[str, int]
     data: dict[str, str]
     workers: int
-    estimated_seconds: float
-    estimated_bytes: int
-    notes: tuple[str, ...]
+    seconds: dict[str, float]
+    bytes_per_run: int
+    notes: tuple[tuple[str, Note], ...]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -113,14 +119,16 @@ def make_plan(grid: grids.Grid, *, sweep: str, command: str, workers: int) -> It
     """
     any_run = grid.runs[0]
     device = resolve_device(any_run.device)
-    _check_reference(grid, any_run.reference)
     planned: list[PlannedRun] = []
     skipped: list[str] = []
     caveats: dict[str, list[dict[str, Any]]] = {}
-    notes = [SHARED_DEVICE] if device_is_shared(device) else []
+    notes = [("", SHARED_DEVICE)] if device_is_shared(device) else []
+    # The checks and the timing stage compute as the runs do.
+    torch.set_num_threads(num_threads(any_run, device))
     steps: dict[str, int] = {}
     data: dict[str, str] = {}
-    seconds, size = 0.0, 0
+    seconds: dict[str, float] = {}
+    longest = 0
     for members in grids.by_model(grid):
         workload = _load(members[0])
         if workload.name in steps:
@@ -134,7 +142,7 @@ def make_plan(grid: grids.Grid, *, sweep: str, command: str, workers: int) -> It
         data[workload.name] = workload.data_sha256
         skipped += [f"{workload.name}: {line}" for line in check.skipped.values()]
         caveats[workload.name] = [asdict(note) for note in report.notes]
-        notes += [f"{workload.name}: {note.message}" for note in report.notes]
+        notes += [(workload.name, note) for note in report.notes]
         planned += [
             PlannedRun(
                 run_key=run_key(run, workload, device),
@@ -145,8 +153,9 @@ def make_plan(grid: grids.Grid, *, sweep: str, command: str, workers: int) -> It
             )
             for run in kept
         ]
-        seconds += _seconds(kept, report, steps[workload.name], device)
-        size += len(kept) * steps[workload.name] * (RECORD_BYTES_PER_STEP + TRACKING_BYTES_PER_STEP)
+        longest = max(longest, steps[workload.name])
+        for run, its_plan in zip(kept, planned[-len(kept) :], strict=True):
+            seconds[its_plan.run_key] = _seconds(run, report, steps[workload.name], device)
     sweep_id = any_run.sweep_id or f"{sweep}-{grid_hash([run.run_key for run in planned])}"
     manifest = Manifest(
         sweep_id=sweep_id,
@@ -166,23 +175,10 @@ def make_plan(grid: grids.Grid, *, sweep: str, command: str, workers: int) -> It
         steps=steps,
         data=data,
         workers=workers,
-        estimated_seconds=seconds / max(workers, 1),
-        estimated_bytes=size,
+        seconds=seconds,
+        bytes_per_run=FIXED_BYTES + longest * BYTES_PER_STEP,
         notes=tuple(notes),
     )
-
-
-def _check_reference(grid: grids.Grid, reference: str) -> None:
-    policies, _ = grids.axis_values(grid)
-    if reference not in policies:
-        raise ConfigError(
-            f"the reference policy {reference!r} is missing from the grid ({', '.join(policies)}); "
-            f"add it: policy={reference},{','.join(policies)}"
-        )
-    for run in grid.runs:
-        policy = _policy(run)
-        if policy.name == reference and not policy.is_reference:
-            raise ConfigError(f"reference={reference}: only a policy that is plain FP32 can be one")
 
 
 def _load(run: RunConfig) -> Workload:
@@ -192,19 +188,12 @@ def _load(run: RunConfig) -> Workload:
         raise ConfigError(str(error)) from None
 
 
-def _policy(run: RunConfig) -> PrecisionPolicy:
-    try:
-        return PrecisionPolicy.from_mapping(run.policy)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
 def _check_model(
     members: Sequence[RunConfig], workload: Workload, device: torch.device
 ) -> tuple[PreflightReport, PolicyCheck]:
     first = members[0]
     steps = num_steps(first, workload)
-    policies = {p.name: p for p in map(_policy, members)}
+    policies = {p.name: p for p in map(policy_of, members)}
     try:
         report = check_workload(workload, seed=first.seed, steps=steps, device=device)
         check = check_policies(
@@ -212,6 +201,7 @@ def _check_model(
             list(policies.values()),
             reference=first.reference,
             seed=first.seed,
+            steps=steps,
             device=device,
             backend=first.train.backend,
         )
@@ -220,9 +210,8 @@ def _check_model(
     return report, check
 
 
-def _seconds(
-    runs: Sequence[RunConfig], report: PreflightReport, steps: int, device: torch.device
-) -> float:
-    step = report.step_seconds
-    factor = CPU_LOW_PRECISION_FACTOR if device.type == "cpu" else 1.0
-    return sum(step * steps * (1.0 if _policy(run).computes_in_fp32 else factor) for run in runs)
+def _seconds(run: RunConfig, report: PreflightReport, steps: int, device: torch.device) -> float:
+    slower = device.type == "cpu" and not policy_of(run).computes_in_fp32
+    factor = CPU_LOW_PRECISION_FACTOR if slower else 1.0
+    evaluations = (1 + run.train.tail_evaluations) * (report.held_out_seconds or 0.0)
+    return FIXED_SECONDS + factor * steps * report.step_seconds + evaluations

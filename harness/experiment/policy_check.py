@@ -11,6 +11,7 @@ import torch
 
 from harness.precision.execution import applied
 from harness.precision.policy import PrecisionPolicy
+from harness.runs.workload_code import code_of
 from harness.workloads.base import Workload
 from harness.workloads.batches import to_device
 
@@ -36,6 +37,7 @@ def check_policies(
     *,
     reference: str,
     seed: int,
+    steps: int,
     device: torch.device,
     backend: str,
 ) -> PolicyCheck:
@@ -43,10 +45,21 @@ def check_policies(
 
     A forward pass that raises is not an error here: the run will record it.
 
+    Args:
+        workload: Any workload.
+        policies: The policies of the grid.
+        reference: Name of the reference policy.
+        seed: The first seed of the grid.
+        steps: Steps of a run; what `batches` yields may depend on it.
+        device: Where the runs will be trained.
+        backend: As for `applied`.
+
     Raises:
-        ValueError: A pattern or op name of a policy matches nothing, or a policy changes nothing.
+        ValueError: A pattern or op name of a policy matches nothing, a policy changes nothing, or
+            `batches` raised.
     """
-    batch = next(iter(workload.batches(seed, 1)))
+    with code_of(workload, "batches (step 0)"):
+        batch = next(iter(workload.batches(seed, steps)))
     result = PolicyCheck()
 
     def trace(policy: PrecisionPolicy) -> Audit | None:
@@ -62,8 +75,8 @@ def check_policies(
             continue
         if policy.param_format == "fp32" and audit == result.audits.get(reference):
             raise ValueError(
-                f"policy {policy.name!r} changes nothing on this model: "
-                f"every op runs in the same format as under {reference!r}"
+                f"policy {policy.name!r} changes nothing on this model: every op runs in the same "
+                f"format as under {reference!r}{_known_cause(audit)}"
             )
         if policy.fp32_selectors and audit == trace(_without_selectors(policy)):
             result.skipped[policy.name] = (
@@ -71,6 +84,15 @@ def check_policies(
                 f"{policy.compute_format} does not keep there already"
             )
     return result
+
+
+def _known_cause(audit: Audit) -> str:
+    formats = {name for counts in audit.values() for name in counts}
+    if own := sorted(formats & {"bf16", "fp16"}):
+        return f"; its own code computes in {' and '.join(own)} already (a cast, an autocast)"
+    if "fp64" in formats:
+        return "; it computes in FP64, which autocast and TF32 leave alone"
+    return ""
 
 
 def _without_selectors(policy: PrecisionPolicy) -> PrecisionPolicy:
@@ -87,17 +109,15 @@ def _trace(
     backend: str,
 ) -> Audit | None:
     model = workload.build_model(seed).to(device)
-    batch = to_device(batch, device)
-    with applied(
-        policy,
-        model,
-        device=device,
-        backend=backend,
-        trace_forward=lambda: workload.loss_fn(model, batch),
-    ) as execution:
+
+    def forward() -> object:
+        return workload.loss_fn(model, to_device(batch, device))
+
+    with applied(policy, model, device=device, backend=backend, trace_forward=forward) as execution:
         try:
-            with execution.audit() as audit, execution.forward(), torch.no_grad():
-                workload.loss_fn(model, batch)
+            # With gradients: a loss may contain derivatives of the model.
+            with execution.audit() as audit, execution.forward():
+                forward()
         except Exception:  # noqa: BLE001 - any error of user code here is the run's to record
             return None
         return {op: dict(formats) for op, formats in audit.items()}

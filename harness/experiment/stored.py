@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from harness.config import ConfigError, RunConfig
 from harness.experiment import manifest as manifests
-from harness.experiment.conclude import conclude, decision_rule, load_records, show
-from harness.experiment.copies import configured_store, make_owed_copies, publish
+from harness.experiment.conclude import conclude, load_records, show
+from harness.experiment.copies import make_owed_copies, publish
+from harness.experiment.early_checks import configured_store, decision_rule
 from harness.experiment.manifest import Manifest, PlannedRun
 from harness.runs.record import RunRecord
 from harness.tracking.location import Store, StoreUnreachable

@@ -8,7 +8,7 @@ from harness.config import RunConfig
 from harness.experiment.conclude import timing_folder
 from harness.experiment.grid import Grid, by_model
 from harness.experiment.manifest import Manifest
-from harness.experiment.plan import num_threads, resolve_device
+from harness.experiment.plan import num_steps, num_threads, resolve_device
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
 from harness.runs.settings import RunSettings
@@ -55,7 +55,7 @@ def _measure(
         workload,
         policies,
         RunSettings(
-            steps=config.throughput.steps_per_block,
+            steps=num_steps(config, workload),
             seed=config.seed,
             device=str(device),
             num_threads=num_threads(config, device),

@@ -132,7 +132,8 @@ class _RoundGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return round_mantissa(grads[0], TF32.mantissa_bits)
+        # Differentiable: rounding bits has no gradient, and gradient penalties need this one's.
+        return _RoundOperand.apply(grads[0])  # type: ignore[no-any-return, no-untyped-call]
 
 
 def tf32_overrides(
@@ -158,8 +159,11 @@ def tf32_overrides(
     }
     kernels["scaled_dot_product_attention"] = _unfused_attention(active)
     kernels |= {op: _unrounded(op) for op in excluded_ops}
+    products = frozenset(TF32_PRODUCTS).difference(excluded_ops)
     return [
-        Override(op=op, kernel=kernel, key=TF32_KEY) for op, kernel in kernels.items() if exists(op)
+        Override(op=op, kernel=kernel, key=TF32_KEY, with_keyset=op in products)
+        for op, kernel in kernels.items()
+        if exists(op)
     ]
 
 
@@ -191,9 +195,14 @@ def _tf32_kernel(
     op = overload(name)
     guard = torch._C._ExcludeDispatchKeyGuard
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, TF32_KEY))
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, TF32_KEY))
+    in_transform = torch._C._are_functorch_transforms_active
     addend = _ADDEND.get(name)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if in_transform():
+            # Every level of `torch.func` comes by; what it does to plain tensors is rounded.
+            return op.redispatch(keyset & below, *args, **kwargs)
         with guard(keys):
             if not active() or (kept_ids and involves(args, kept_ids)):
                 return op(*args, **kwargs)

@@ -28,9 +28,9 @@ from harness.precision.modules import OutputHead, output_head, select
 from harness.precision.op_lists import policy_actions
 from harness.precision.policy import PrecisionPolicy
 from harness.precision.regions import Region, fp32_region, ieee_region, in_region
-from harness.precision.storage import fp32_weights, stored_in
+from harness.precision.storage import fp32_weights, sixteen_bit_tensors, stored_in
 
-__all__ = ["Execution", "applied", "fp32_weights"]
+__all__ = ["Execution", "applied", "fp32_weights", "sixteen_bit_tensors"]
 
 # The leaves of the fp32_precision switches (torch 2.9 and later). The new API only: after a new
 # switch was set, reading an old one (allow_tf32) raises.

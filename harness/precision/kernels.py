@@ -28,11 +28,13 @@ class Override:
         op: Registry name without `aten::`, e.g. `softmax.int`.
         kernel: The Python kernel; called with positional arguments and the keyword-only ones.
         key: Dispatch key, e.g. `AutocastCPU`.
+        with_keyset: The kernel's first argument is the dispatch key set of the call.
     """
 
     op: str
     kernel: Kernel
     key: str
+    with_keyset: bool = False
 
 
 @contextmanager
@@ -47,7 +49,13 @@ def registered(overrides: Iterable[Override]) -> Iterator[None]:
             # torch warns once per process that a kernel is replaced, which is the purpose here.
             warnings.simplefilter("ignore")
             for override in overrides:
-                library.impl(override.op, override.kernel, override.key, allow_override=True)
+                library.impl(
+                    override.op,
+                    override.kernel,
+                    override.key,
+                    with_keyset=override.with_keyset,
+                    allow_override=True,
+                )
         yield
     finally:
         library._destroy()

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from harness.precision.policy import PrecisionPolicy
+from harness.precision.undisturbed import undisturbed
 
 # "RMSNorm" and "LayerNorm2d" are normalizations; "NormalizingFlow" and "NormedLinear" are not.
 _NORMALIZATION_CLASS = re.compile(r"Norm(?![a-z])")
@@ -106,7 +107,7 @@ def output_head(model: nn.Module, trace_forward: Callable[[], object] | None = N
     """Return the linear or convolution layer, or the product with a parameter, that comes last.
 
     Args:
-        model: Left as it was: buffers, random state and training mode included.
+        model: Left as it was: weights, buffers, attributes and torch's random state.
         trace_forward: Runs one forward pass; without it the layer registered last is taken.
     """
     layers = {n: m for n, m in model.named_modules() if n and isinstance(m, _LINEAR_LAYERS)}
@@ -118,7 +119,8 @@ def output_head(model: nn.Module, trace_forward: Callable[[], object] | None = N
         for name, module in layers.items()
     ]
     try:
-        with _undisturbed(model), torch.no_grad(), _WeightProducts(model, called):
+        # With gradients: a loss may contain derivatives of the model.
+        with undisturbed(model), _random_state_kept(model), _WeightProducts(model, called):
             trace_forward()
     finally:
         for handle in handles:
@@ -157,18 +159,9 @@ class _WeightProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put back every buffer and torch's random state."""
-    saved: list[tuple[Tensor, Tensor]] = [(b, b.detach().clone()) for b in model.buffers()]
+def _random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in saved:
-                    buffer.copy_(value)
+    return torch.random.fork_rng(devices=sorted(devices))
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -46,14 +46,25 @@ def stored_in(
             tensor.data = tensor.data.to(torch.float32)
 
 
+def sixteen_bit_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers that are stored in FP16 or BF16, each once."""
+    return [t for t in _tensors(model) if t.dtype in _REAL_DTYPES and t.dtype is not torch.float32]
+
+
 @contextmanager
-def fp32_weights(model: nn.Module) -> Iterator[None]:
+def fp32_weights(model: nn.Module, *, but: Collection[Tensor] = ()) -> Iterator[None]:
     """Hold 16-bit weights and floating buffers in FP32 until the context ends, then as before.
 
     For evaluating a model with 16-bit weights in FP32 arithmetic. What happens to the tensors
     inside (a buffer that is updated) is undone. Gradients are untouched.
+
+    Args:
+        model: Changed in place and restored.
+        but: Tensors to leave alone: those that the user's model keeps in 16 bits by itself, and
+            whose inputs it casts.
     """
-    low = [t for t in _tensors(model) if t.dtype in _REAL_DTYPES and t.dtype is not torch.float32]
+    left = {id(tensor) for tensor in but}
+    low = [tensor for tensor in sixteen_bit_tensors(model) if id(tensor) not in left]
     saved = [tensor.data for tensor in low]
     try:
         for tensor in low:

@@ -63,6 +63,20 @@ def _loss_text(beat: Beat) -> str:
     return "" if beat.loss is None else f"  loss {beat.loss:.4g}"
 
 
+def ended_line(state: SweepState, beat: Beat) -> str:
+    """Return the line that says how a run ended, with its last training loss."""
+    took = format_duration(beat.updated - beat.started)
+    return _line(state, beat, f"{beat.status} after {beat.step} steps in {took}")
+
+
+def _line(state: SweepState, beat: Beat, what: str) -> str:
+    width = len(str(state.total))
+    return (
+        f"[{state.ordinal(beat):{width}d}/{state.total}] {beat.label}  {what}"
+        f"{_loss_text(beat)}  ETA {format_duration(state.eta_s)}"
+    )
+
+
 class LineView:
     """One line when a run ends, and now and then one for each that goes on.
 
@@ -86,14 +100,13 @@ class LineView:
         for beat in state.beats:
             if beat.status != "running" and beat.run_key not in self._ended:
                 self._ended.add(beat.run_key)
-                took = format_duration(beat.updated - beat.started)
-                self._print(state, beat, f"{beat.status} after {beat.step} steps in {took}")
+                self._write(ended_line(state, beat))
                 self._next_lines = state.now + self._every_s
         if state.now < self._next_lines or not state.running:
             return
         self._next_lines = state.now + self._every_s
         for beat in state.running[:_MAX_LINES]:
-            self._print(state, beat, f"step {beat.step}/{beat.steps}")
+            self._write(_line(state, beat, f"step {beat.step}/{beat.steps}"))
         if len(state.running) > _MAX_LINES:
             self._write(f"... and {len(state.running) - _MAX_LINES} more runs")
 
@@ -101,13 +114,6 @@ class LineView:
         """Print the closing line."""
         self.draw(state)
         self._write(closing_line(state))
-
-    def _print(self, state: SweepState, beat: Beat, what: str) -> None:
-        width = len(str(state.total))
-        self._write(
-            f"[{state.ordinal(beat):{width}d}/{state.total}] {beat.label}  {what}"
-            f"{_loss_text(beat)}  ETA {format_duration(state.eta_s)}"
-        )
 
     def _write(self, line: str) -> None:
         ascii_line = line.encode("ascii", "replace").decode("ascii")
@@ -136,6 +142,7 @@ class LiveView:
         )
         self._sweep: TaskID | None = None
         self._runs: dict[str, TaskID] = {}
+        self._ended: set[str] = set()
 
     def open(self) -> None:
         """Show the empty bar of the sweep."""
@@ -150,15 +157,18 @@ class LiveView:
         partly = sum(beat.step / max(beat.steps, 1) for beat in state.running)
         failed = sum(beat.status != "completed" for beat in ended)
         note = f"  {failed} not completed" if failed else ""
-        at = min(state.num_done + len(state.running), state.total)
+        running = f", {len(state.running)} running" if state.running else ""
         self._bars.update(
             self._sweep,
-            description=f"run {at} of {state.total}",
+            description=f"{state.num_done} of {state.total} runs done{running}",
             total=float(state.total),
             completed=state.num_done + partly,
             detail=f"ETA {format_duration(state.eta_s)}{note}",
         )
         for beat in ended:
+            if beat.run_key not in self._ended:
+                self._ended.add(beat.run_key)
+                self._console.print(ended_line(state, beat), markup=False, soft_wrap=True)
             if (task := self._runs.pop(beat.run_key, None)) is not None:
                 self._bars.remove_task(task)
         for beat in state.running:
@@ -167,6 +177,7 @@ class LiveView:
 
     def close(self, state: SweepState) -> None:
         """Remove the bars and print the closing line."""
+        self.draw(state)
         self._bars.stop()
         self._console.print(closing_line(state), markup=False)
 

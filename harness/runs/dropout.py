@@ -3,8 +3,8 @@
 torch's kernels draw other masks in another dtype, so that the same seed is not the same dropout
 under another policy. For the duration of a run the dropout ops of ATen get kernels, registered
 below autograd's Python layer, that draw every mask as integers, multiply in FP32 and round once;
-C++ callers (LSTM, multi-head attention) are caught too. Other random draws in 16-bit tensors are
-made in FP32 and rounded, for the same reason. All of it is recorded as a checksum per step.
+C++ callers (LSTM, multi-head attention) are caught too. Other random draws are made independent of
+the dtype by `random_draws`. All of it is recorded as a checksum per step.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from harness.runs.determinism import Checksum, PlaceWeights
+from harness.runs.random_draws import LOW_PRECISION, register_draws
 
-_LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
-_DRAWS = ("normal_", "uniform_", "exponential_", "bernoulli_.float", "bernoulli_.Tensor")
 # Klambauer et al. 2017 (self-normalizing networks): -scale * alpha of SELU; as in ATen.
 _ALPHA = 1.7580993408473766
 
@@ -86,7 +85,7 @@ def drop_threshold(p: float) -> int:
 def _multiply(x: Tensor, mask: Tensor, scale: float, offset: tuple[float, float] | None) -> Tensor:
     """Return x * mask * scale (+ mask * a + b) in FP32, rounded once to x's dtype."""
     dtype = x.dtype
-    wide = x.float() if dtype in _LOW_PRECISION else x
+    wide = x.float() if dtype in LOW_PRECISION else x
     # A CPU multiplies FP32 by FP32 6x faster than FP32 by bool; on a GPU the bool saves memory.
     keep = mask.view(torch.uint8).to(torch.float32) if x.device.type == "cpu" else mask
     result = wide * keep * scale
@@ -174,22 +173,6 @@ def _recurrent_kernel(op: Any, *, dropout_index: int) -> Callable[..., Any]:
     return kernel
 
 
-def _draw_kernel(name: str, key: str, recorder: MaskRecorder) -> Callable[..., Tensor]:
-    native = torch.library.get_kernel(f"aten::{name}", key)
-
-    def kernel(keyset: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.dtype not in _LOW_PRECISION:
-            native.call_boxed(keyset, x, *args, **kwargs)
-            recorder.add(x)
-            return x
-        wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        native.call_boxed(keyset, wide, *args, **kwargs)
-        recorder.add(wide)
-        return x.copy_(wide)
-
-    return kernel
-
-
 @contextmanager
 def paired_dropout(device: torch.device) -> Iterator[MaskRecorder]:
     """Make all dropout and all 16-bit random draws on `device` independent of dtypes.
@@ -225,10 +208,7 @@ def _register(
                 library.impl(name, kernel, autograd)  # type: ignore[no-untyped-call]
     if backend == "CUDA":
         register_fused(library, autograd, plain)
-    if hasattr(torch.library, "get_kernel"):
-        for name in _DRAWS:
-            kernel = _draw_kernel(name, backend, recorder)
-            library.impl(name, kernel, backend, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
+    register_draws(library, backend, recorder.add)
 
 
 def register_fused(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.precision.execution import applied, fp32_weights
+from harness.precision.execution import applied, fp32_weights, sixteen_bit_tensors
 from harness.precision.policy import PrecisionPolicy
+from harness.precision.undisturbed import undisturbed
 from harness.runs.determinism import (
     preserved_random_state,
     seed_everything,
@@ -42,10 +40,25 @@ class HeldOutEvaluator:
 
     The workload's own `eval_fn` takes the place of the held-out loss where it has one. Random
     draws inside an evaluation are the same at every evaluation and under every policy.
+
+    Args:
+        workload: Where the held-out data or `eval_fn` come from.
+        seed: Of the run.
+        device: Of the run.
+        built: The model before a policy is applied. What it stores in 16 bits by itself is
+            evaluated so; what a policy stores in 16 bits is evaluated in FP32.
     """
 
-    def __init__(self, workload: Workload, *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        seed: int,
+        device: torch.device,
+        built: nn.Module | None = None,
+    ) -> None:
         self._workload = workload
+        self._sixteen_bit_by_design = [] if built is None else sixteen_bit_tensors(built)
         self._seed = stream_seed(seed, stream="held_out")
         self._device = device
         with preserved_random_state(device):
@@ -62,15 +75,17 @@ class HeldOutEvaluator:
     def evaluate(self, model: nn.Module, *, step: int) -> None:
         """Evaluate after `step` completed steps; nothing happens without held-out data.
 
-        Buffers, training flags, gradients and random state are as before on return.
+        Weights, buffers, attributes (training flags among them), gradients and random state are
+        as before on return.
         """
         with (
             preserved_random_state(self._device),
-            _evaluation_mode(model),
-            fp32_weights(model),
+            undisturbed(model),
+            fp32_weights(model, but=self._sixteen_bit_by_design),
             applied(_FP32, model, device=self._device),
             torch.autocast(self._device.type, enabled=False),
         ):
+            model.eval()
             seed_everything(self._seed, self._device)
             value = self._own_value(model)
             if value is None:
@@ -107,8 +122,7 @@ class HeldOutEvaluator:
             return None
         total = weight = 0.0
         for batch in self._batches:
-            # A copy, so that a loss that changes its batch in place finds the set as it was.
-            moved = to_device(copy.deepcopy(batch), self._device)
+            moved = to_device(batch, self._device)
             items = self._workload.num_items(batch) or leading_size(batch) or 1
             total += float(self._batch_loss(model, moved)) * items
             weight += items
@@ -125,24 +139,3 @@ class HeldOutEvaluator:
                     raise
                 self._with_grad = True
         return self._workload.loss_fn(model, batch).detach()
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module into eval mode; restore each one's flag and all buffers on exit.
-
-    Some models count or average in buffers even in eval mode.
-    """
-    flags = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                # Bitwise, NaN included: an unchanged buffer is not written to.
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)

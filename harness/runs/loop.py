@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -76,7 +75,7 @@ class TrainingRun:
         perturb_(model, self.policy.perturbation, seed=stream_seed(seed, stream="perturbation"))
         model.to(device)
         self.position.doing = "while reading the held-out set"
-        self.evaluator = HeldOutEvaluator(workload, seed=seed, device=device)
+        self.evaluator = HeldOutEvaluator(workload, seed=seed, device=device, built=model)
         with ExitStack() as stack:
             masks = stack.enter_context(paired_dropout(device))
             batches = self._batches(device)
@@ -91,8 +90,7 @@ class TrainingRun:
                     model,
                     device=device,
                     backend=self.settings.backend,
-                    # On a copy: a loss may change its batch in place.
-                    trace_forward=lambda: workload.loss_fn(model, copy.deepcopy(first)),
+                    trace_forward=lambda: workload.loss_fn(model, to_device(first, device)),
                 )
             )
             start = cpu_copies(model)

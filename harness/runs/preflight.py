@@ -6,7 +6,6 @@ Errors are for what would waste every run; what only weakens a verdict is a note
 from __future__ import annotations
 
 import inspect
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from harness.precision.execution import applied
@@ -105,6 +105,12 @@ def _built(workload: Workload, seed: int) -> nn.Module:
         model: object = workload.build_model(seed)
     if not isinstance(model, nn.Module):
         raise ValueError(f"build_model returned {kind_of(model)}, not a torch.nn.Module")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor) or tensor.is_meta:
+            raise ValueError(
+                f"build_model returned a model whose {name!r} has no values yet (lazy or on the "
+                "meta device); run one batch through it, or fill it, inside build_model"
+            )
     return model
 
 
@@ -192,7 +198,7 @@ def _train(
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
     # The first step allocates and picks kernels.
-    return losses, statistics.median(seconds[1:] or seconds)
+    return losses, min(seconds[1:] or seconds)
 
 
 def _step(

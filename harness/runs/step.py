@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,7 +43,7 @@ class StepOutcome:
         grad_norm: Global L2 norm after unscaling and before clipping, FP32.
         nonfinite_grad: Elements of the unscaled gradients that are not finite, int64.
         masks: Checksum over the step's dropout masks, int64.
-        learning_rate: Of the first parameter group, during the step.
+        learning_rate: Of the first parameter group, during the step; NaN where it has none.
         loss_scale: The scale the loss was multiplied by; 1 without a scaler.
         skipped: Whether the optimizer was not run because of an overflow.
     """
@@ -106,7 +107,7 @@ class TrainingStep:
 
     def run(self, batch: Any, *, step: int, observer: StepObserver | None) -> StepOutcome:
         """Do one step on a batch that is on the device already."""
-        rate = float(self._optimizer.param_groups[0]["lr"])
+        rate = _learning_rate(self._optimizer)
         scale = 1.0 if self._scale is None else self._scale.scale
         if self._needs_closure:
             loss, norm, nonfinite, skipped = self._with_closure(batch, step, observer)
@@ -258,6 +259,12 @@ class TrainingStep:
         if observer is not None:
             observer.after_update(self.parameters, skipped=False)
         return (*first[0], False)
+
+
+def _learning_rate(optimizer: Optimizer) -> float:
+    """Return the first group's rate, NaN for an optimizer that finds its own."""
+    rate = optimizer.param_groups[0].get("lr")
+    return math.nan if rate is None else float(rate)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -52,7 +52,7 @@ def measure_step_times(
     Args:
         workload: The model.
         policies: The grid's policies, the reference among them.
-        settings: Seed, device, threads and backend; its other fields are not used.
+        settings: Of the runs that are timed; probes and evaluations are left out.
         reference: Name of the reference policy.
         blocks: Blocks per policy; the interval is over them.
         steps_per_block: Timed steps in each.
@@ -116,7 +116,8 @@ class _Stage:
         self._model: nn.Module = workload.build_model(settings.seed).to(device)
         self._start = copy.deepcopy(self._model.state_dict())
         count = warmup + timed
-        iterator = iter(workload.batches(settings.seed, count))
+        # The batches of a run: what an iterator yields may depend on how many are asked for.
+        iterator = iter(workload.batches(settings.seed, max(settings.steps, count)))
         self._batches = [to_device(next(iterator), device) for _ in range(count)]
 
     def block(

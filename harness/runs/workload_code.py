@@ -19,6 +19,6 @@ def code_of(workload: Workload, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         source = getattr(workload, "source", None)
         raise ValueError(f"{what} raised: {located(error, source)}") from error

@@ -33,16 +33,18 @@ def iter_tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with every tensor on `device`; other leaves are the same objects.
+    """Return a copy of the batch with every tensor on `device`; other leaves are the same objects.
 
-    Containers keep their type and are rebuilt, never changed in place; a tensor that is already on
-    `device` is not copied.
+    Containers keep their type and are rebuilt, never changed in place. Tensors are copied even on
+    `device`: a loss may change its batch in place, and the data may serve the next run too.
     """
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        copied = batch.detach().to(device, non_blocking=True, copy=True)
+        return copied.requires_grad_() if batch.requires_grad else copied
     if isinstance(batch, PackedSequence):
         # Its lengths stay on the CPU, which its own method knows; torch types it for dtypes only.
-        return batch.to(device, non_blocking=True)  # type: ignore[arg-type]
+        moved = batch.to(device, non_blocking=True)  # type: ignore[arg-type]
+        return moved._replace(data=moved.data.clone()) if moved is batch else moved
     if isinstance(batch, Mapping):
         return _rebuilt_mapping(batch, device)
     if isinstance(batch, (tuple, list)):

@@ -229,3 +229,43 @@ def test_fp16_training_is_not_slowed_by_native_kernels():
         lib._destroy()
     assert reached
     assert set(reached) == {torch.float32}
+
+
+def second_derivative(compute, a, b):
+    with applied(policy(compute), nn.Linear(1, 1), device=CPU) as execution:
+        with execution.forward():
+            (inner,) = torch.autograd.grad(torch.tanh(a @ b).sum(), a, create_graph=True)
+        return torch.autograd.grad(inner.square().sum(), (a, b))
+
+
+@pytest.mark.parametrize("name", ["tf32", "bf16", "fp16"])
+def test_gradients_of_gradients_are_those_of_fp32_but_for_rounding(name):
+    """A gradient penalty goes through the backward products: their rounding must not cut it off."""
+    a, b = randn(8, 16), randn(16, 4, seed=1)
+    for low, wide in zip(
+        second_derivative(name, a, b), second_derivative("fp32", a, b), strict=True
+    ):
+        # a few roundings of 2^-11 (TF32, FP16) or 2^-8 (BF16) in sums of some ten terms
+        assert relative_error(low, wide) < (0.05 if name == "bf16" else 0.01)
+
+
+TRANSFORMS = {
+    "grad": lambda a, b: torch.func.grad(lambda w: torch.tanh(a @ w).sum())(b),
+    "per_sample": lambda a, b: torch.func.vmap(
+        torch.func.grad(lambda w, row: torch.tanh(row @ w).sum()), (None, 0)
+    )(b, a),
+    "jacfwd": lambda a, b: torch.func.jacfwd(lambda x: torch.tanh(x @ b))(a[:1]),
+    "hessian": lambda a, b: torch.func.hessian(lambda x: torch.tanh(x @ b).sum())(a[:1]),
+    "vmap": lambda a, b: torch.func.vmap(lambda row: F.linear(row, b.t()))(a),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own use
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_tf32_goes_through_function_transforms(name):
+    a, b = randn(6, 16), randn(16, 4, seed=1)
+    result, gradients, _ = run(policy("tf32"), TRANSFORMS[name], a, b)
+    exact, exact_gradients, _ = run(policy("fp32"), TRANSFORMS[name], a, b)
+    for low, wide in zip((result, *gradients), (exact, *exact_gradients), strict=True):
+        # between one rounding (2^-11 = 5e-4, less in a mean) and some ten of them
+        assert 1e-5 < relative_error(low, wide) < 0.01

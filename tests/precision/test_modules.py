@@ -122,3 +122,14 @@ def test_a_product_with_a_tied_weight_is_the_head(product):
     head = output_head(model, lambda: model(torch.tensor([1, 2])))
     assert head.module is None
     assert head.weight is model.emb.weight
+
+
+def test_the_head_of_a_loss_with_derivatives_of_the_model_is_found():
+    model = Net()
+
+    def physics_residual():
+        x = torch.randn(3, 4, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    assert output_head(model, physics_residual) == OutputHead(module="head")

@@ -211,7 +211,7 @@ def test_a_terminal_gets_live_bars(terminal: Callable, tmp_path: Path) -> None:
 
     text = terminal(draw)
     assert "\x1b[" in text
-    assert "run 1 of 2" in text
+    assert "0 of 2 runs done, 1 running" in text
     assert "toy [bold]a" in text  # a name is no markup
     assert "step 1/4  loss 2" in text
     assert re.search(r"0 of 2 runs done, in \d:\d\d\s*$", text)

@@ -128,3 +128,41 @@ def test_a_loss_that_changes_its_batch_in_place_does_no_harm() -> None:
     assert first == second
     reference, candidate = run(TinyWorkload(loss=doubling)), run(TinyWorkload(loss=doubling), BF16)
     assert candidate.fingerprints == reference.fingerprints
+
+
+def test_evaluating_trains_neither_a_target_network_nor_a_hidden_state() -> None:
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.online, self.target = nn.Linear(12, 4), nn.Linear(12, 4).requires_grad_(False)
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            with torch.no_grad():
+                self.target.weight.lerp_(self.online.weight, 0.1)
+            return self.online(x) + self.target(x)
+
+    workload = TinyWorkload(model=Averaged)
+    model = workload.build_model(0)
+    before = model.target.weight.clone()
+    HeldOutEvaluator(workload, seed=0, device=CPU).evaluate(model, step=0)
+    assert model.calls == 0
+    assert torch.equal(model.target.weight, before)
+
+
+def test_what_the_model_stores_in_16_bits_by_itself_is_evaluated_so() -> None:
+    """Its forward pass casts for that layer; FP32 weights there would not fit the input."""
+
+    class HalfBody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(12, 8).bfloat16(), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x.bfloat16()).float())
+
+    record = run(TinyWorkload(model=HalfBody), FP32)
+    assert record.status == "completed"
+    assert record.held_out is not None
+    assert all(math.isfinite(x) for x in record.held_out.loss)

@@ -75,6 +75,12 @@ def test_sound_file_passes_with_sizes_and_times(check):
         ("range(steps)", "range(steps - 1)", r"so step 19 has none"),
         ("    for _", "    return\n    for _", r"yielded 0 of 20 batches"),
         ("return nn.Sequential", "nn.Sequential", r"build_model returned None"),
+        ("return nn.Sequential", "return nn.LazyLinear(1);", r"'weight' has no values yet"),
+        (
+            "return nn.Sequential",
+            "return nn.Linear(4, 1, device='meta');",
+            r"'weight' has no values yet",
+        ),
         ("torch.optim.SGD(", "max(", r"make_optimizer raised: my_net\.py line 17: TypeError"),
         (
             "torch.optim.SGD(model.parameters(), lr=0.1)",

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_workloads import BF16, FP16, FP32, TF32, TinyWorkload, settings
+from tiny_workloads import BF16, FP16, FP32, TF32, TinyWorkload, class_batches, settings
 
 from harness.runs.throughput import measure_step_times
 from harness.runs.timing import TimeRatio, TimingRecord, read_timing, time_ratio, write_timing
@@ -94,3 +94,19 @@ def test_two_names_for_fp32_have_a_ratio_near_one() -> None:
     )
     # steps of a few hundred microseconds on a shared machine: only the order of magnitude is sure
     assert 0.2 < record.ratios["same"].value < 5
+
+
+def test_the_stage_asks_for_the_batches_of_a_run() -> None:
+    """What an iterator yields may depend on the number of steps: a curriculum, a schedule."""
+    asked = []
+
+    def curriculum(seed: int, steps: int):
+        asked.append(steps)
+        for step, (x, y) in enumerate(class_batches(seed, steps)):
+            yield x * step / (steps - 1), y
+
+    counts = {"blocks": 1, "steps_per_block": 2, "warmup_steps": 0}
+    workload = TinyWorkload(data=curriculum)
+    for steps in (300, 1):
+        measure_step_times(workload, [FP32], settings(steps), reference="fp32", **counts)
+    assert asked == [300, 2]

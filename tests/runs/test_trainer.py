@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -472,3 +474,50 @@ def test_step_seeds_do_not_repeat() -> None:
     }
     assert len(seeds) == 1000
     assert all(0 <= s < 2**63 for s in seeds)
+
+
+def test_optimizer_that_finds_its_own_rate() -> None:
+    class SignDescent(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=0.001)
+
+    record = run(TinyWorkload(optimizer=lambda model: SignDescent(model.parameters())), steps=3)
+    assert all(math.isnan(rate) for rate in record.series["learning_rate"])
+
+
+def test_runs_that_change_shared_data_in_place_stay_paired() -> None:
+    shared = list(class_batches(0, 3))
+
+    def data(seed: int, steps: int) -> Iterator[Any]:
+        return iter(shared[:steps])
+
+    def augmenting(model: nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model, (batch[0].mul_(1.1), batch[1]))
+
+    workload = TinyWorkload(data=data, loss=augmenting)
+    reference, candidate = run(workload, steps=3), run(workload, BF16, steps=3)
+    assert candidate.fingerprints == reference.fingerprints
+    assert numbers(run(workload, steps=3)) == numbers(reference)
+
+
+def test_tracing_for_the_output_head_trains_the_same_model() -> None:
+    """A policy that traces a forward pass first must not be one call ahead of the others."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(12, 4), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.layer(x + math.sin(self.calls))
+
+    workload = TinyWorkload(model=Counting)
+    traced = PrecisionPolicy(name="traced", compute_format="tf32", fp32_selectors=("output_head",))
+    # The only product is kept in FP32, so that nothing but the trace differs.
+    assert run(workload, traced).series["loss"] == run(workload, FP32).series["loss"]

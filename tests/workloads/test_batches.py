@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -74,9 +75,21 @@ def test_packed_sequence_stays_one():
     assert [len(t) for t in iter_tensors(packed)] == [5, 3]
 
 
-def test_tensor_already_there_is_not_copied():
-    tensor = torch.ones(3)
-    assert to_device([tensor], torch.device("cpu"))[0] is tensor
+def test_a_loss_may_change_its_batch_in_place():
+    lock = threading.Lock()  # cannot be copied, and need not be
+    batch = {"x": torch.ones(3), "packed": pack_sequence([torch.ones(3)]), "lock": lock}
+    moved = to_device(batch, torch.device("cpu"))
+    moved["x"].add_(1)
+    moved["packed"].data.add_(1)
+    assert torch.equal(batch["x"], torch.ones(3))
+    assert torch.equal(batch["packed"].data, torch.ones(3))
+    assert moved["lock"] is lock
+
+
+def test_coordinates_that_take_a_gradient_stay_leaves():
+    moved = to_device(torch.ones(3, requires_grad=True), torch.device("cpu"))
+    assert moved.requires_grad
+    assert moved.is_leaf
 
 
 @pytest.mark.parametrize(
