@@ -19,7 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from harness import __version__
 from harness.config import CONF, ConfigError, RunConfig, register
+from harness.error_text import one_line
 
 EXIT_DECIDED = 0
 EXIT_FAILED = 1
@@ -31,9 +33,7 @@ TRACEBACK_VARIABLE = "HARNESS_TRACEBACK"
 
 # What a user's input can raise; anything else is a fault of this program or of the machine.
 USER_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
-_INFORMATION_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i")
-# Where Hydra and OmegaConf go on about themselves.
-_NOT_FOR_USERS = ("Config search path", "full_key:", "reference_type=", "object_type=")
+_INFORMATION_FLAGS = ("--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i")
 _MODE_FLAGS = ("-m", "--multirun", "--run", "-r")
 _FLAGS_WITH_VALUE = (
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
@@ -53,6 +53,9 @@ def run(arguments: Sequence[str]) -> int:
         0 decided, 1 a reference is missing or crashed or the analysis failed, 2 bad usage,
         configuration or workload, 130 interrupted.
     """
+    if "--version" in arguments:
+        print(f"precision-harness {__version__}")
+        return EXIT_DECIDED
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through, to be told in one line below
     os.environ[COMMAND_VARIABLE] = shlex.join(["python", "-m", "harness", *arguments])
     try:
@@ -112,7 +115,9 @@ def prepared(arguments: Sequence[str]) -> list[str]:
     flags, given = _flags_and_overrides(arguments)
     _, unknown = get_args_parser().parse_known_args(flags)
     if unknown:
-        raise ConfigError(f"unknown flag {unknown[0]}; settings are given as key=value, see --help")
+        name = unknown[0].lstrip("-").split("=")[0]
+        hint = "write +sweep=NAME" if name == "sweep" else "settings are given as key=value"
+        raise ConfigError(f"unknown flag {unknown[0]}; {hint}, see --help")
     if any(flag.split("=")[0] in _INFORMATION_FLAGS for flag in flags):
         return [*flags, *given]
     values = {a.lstrip("+").split("=")[0]: a.split("=", 1)[1] for a in given if "=" in a}
@@ -178,21 +183,6 @@ def _with_own_policy(given: list[str], values: dict[str, str]) -> list[str]:
     )
     kept = [a for a in given if a not in fields and not a.startswith("policy=")]
     return [*kept, f"policy={reference},{choice}"]
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of an error as one line, Hydra's lists of choices included."""
-    text = ""
-    for line in filter(None, (line.strip() for line in str(error).splitlines())):
-        if line.startswith(_NOT_FOR_USERS):
-            break
-        separator = "" if not text else " " if text.endswith((".", ":", ",")) else ", "
-        text += separator + line
-    text = text.replace("', Available options in", "'. Available options in")
-    cause = error.__cause__
-    if isinstance(cause, OmegaConfBaseException) and str(cause) not in text:
-        text = f"{text}: {one_line(cause)}"
-    return text
 
 
 def _say(message: str, code: int) -> int:

@@ -6,6 +6,7 @@ below, ranges and meaning by the dataclass that uses the value. `DictConfig` sto
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,18 @@ SWEEPS = _beside_or_inside("sweeps")
 
 class ConfigError(ValueError):
     """Bad configuration or workload: one line for the user, exit code 2."""
+
+
+class UnknownSettingError(ConfigError):
+    """A setting that no code honours was added with `+`.
+
+    Attributes:
+        name: Its dotted name.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"unknown setting {name!r}")
+        self.name = name
 
 
 @dataclass
@@ -167,7 +180,9 @@ class RunConfig:
         assert isinstance(data, dict)
         values: dict[str, Any] = {str(key): value for key, value in data.items()}
         values["output_dir"] = Path(values["output_dir"]).expanduser().resolve()
+        _refuse_unknown("", values, cls)
         for name, schema in _SECTIONS.items():
+            _refuse_unknown(f"{name}.", values[name], schema)
             values[name] = schema(**values[name])
         config = cls(**values)
         _check(config)
@@ -183,6 +198,13 @@ _SECTIONS: Mapping[str, type] = {
 }
 ACTIONS = ("run", "report")
 BACKENDS = ("auto", "native", "emulated")
+
+
+def _refuse_unknown(prefix: str, values: Mapping[str, Any], schema: type) -> None:
+    known = {f.name for f in dataclasses.fields(schema)}
+    for name in values:
+        if name not in known:
+            raise UnknownSettingError(prefix + name)
 
 
 def _check(config: RunConfig) -> None:

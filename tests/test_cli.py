@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from hydra.errors import HydraException
 
 from harness import cli
 from harness.config import ConfigError
@@ -57,14 +56,6 @@ def test_policy_fields_make_a_policy_beside_the_reference():
     )
     assert "policy=fp32,_bf16_from_command_line" in arguments
     assert not any(a.startswith("policy.") for a in arguments)
-
-
-def test_an_error_is_one_line():
-    error = HydraException(
-        "Could not find 'policy/x'\n\nAvailable options in 'policy':\n\ta\n\tb\n"
-        "Config search path:\n\tprovider=hydra, path=pkg://hydra.conf"
-    )
-    assert cli.one_line(error) == "Could not find 'policy/x'. Available options in 'policy': a, b"
 
 
 def test_importing_the_command_line_imports_nothing_heavy():

@@ -9,7 +9,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from harness.cli import COMMAND_VARIABLE, EXIT_USAGE, USER_ERRORS, one_line
+from harness.cli import COMMAND_VARIABLE, EXIT_USAGE, USER_ERRORS
+from harness.error_text import one_line
 
 
 class ExperimentCallback(Callback):
