@@ -64,7 +64,8 @@ def publish(conclusion: Conclusion, manifest: Manifest, store: Store | None) -> 
             )
             links = comparison_links(store, model, manifest.sweep_id)
             if not lines and links["ui_command"]:
-                lines.append(f"Compare the runs: {links['ui_command']}")
+                lines.append(f"To compare the runs in MLflow, run: {links['ui_command']}")
+                lines.append("and open")
             lines.append(f"  {model}: {links['url']}")
     except StoreUnreachable as error:
         return [f"warning: the tracking store has no copy of the report: {error}"]

@@ -43,7 +43,8 @@ def time_models(grid: Grid, manifest: Manifest, records: Sequence[RunRecord]) ->
             *known.excluded,
         }:
             continue
-        print(f"timing {workload.name}: {', '.join(p.name for p in policies)}", flush=True)
+        names_in_order = ", ".join(policy.name for policy in policies)
+        print(f"timing the steps of {workload.name}, some seconds: {names_in_order}", flush=True)
         write_timing(_measure(members[0], workload, policies, manifest.reference), folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -96,10 +97,12 @@ def _ui_command(store: Store) -> str:
 
 def _mlflow_program() -> str:
     """Return `mlflow`, if that starts the one of this Python, else a way that surely does."""
-    beside = Path(sys.executable).parent / "mlflow"
+    # normpath and not resolve: a virtual environment's python is a link to the system's.
+    python = Path(os.path.normpath(sys.executable))
+    beside = python.parent / "mlflow"
     on_path = shutil.which("mlflow")
     if on_path is not None and Path(on_path) == beside:
         return "mlflow"
     if beside.exists():
         return shlex.quote(str(beside))
-    return f"{shlex.quote(sys.executable)} -m mlflow"
+    return f"{shlex.quote(str(python))} -m mlflow"
