@@ -126,13 +126,32 @@ def timed_calls(spent: list[float]) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", default="char_gpt")
+    parser.add_argument("--workloads", nargs="+", default=["char_gpt", "digits_convnet"])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=6)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    workload = make_workload(load_choice("workload", options.workload))
+    tables = [measure(name, options) for name in options.workloads]
+    text = "\n".join(
+        [
+            "# Overhead of recording",
+            "",
+            f"`python benchmarks/overhead.py --workloads {' '.join(options.workloads)} "
+            f"--steps {options.steps} --pairs {options.pairs}`",
+            "",
+            f"FP32, one thread; torch {torch.__version__}, Python {platform.python_version()}, "
+            f"{torch.backends.cpu.get_cpu_capability()} CPU. Ratios to a bare loop.",
+            "",
+            *tables,
+        ]
+    )
+    TABLE.write_text(text, encoding="utf-8")
+    print(text)
 
+
+def measure(name: str, options: argparse.Namespace) -> str:
+    """Return the table of one workload."""
+    workload = make_workload(load_choice("workload", name))
     ratios, noise, after = [], [], []
     bare_loop(workload, steps=options.steps, seed=0)
     for pair in range(options.pairs):
@@ -143,9 +162,26 @@ def main() -> None:
         ratios.append(statistics.median(times) / base)
         noise.append(second / first)
         after.append(seconds / (base * options.steps))
-        print(f"pair {pair + 1}/{options.pairs}: {ratios[-1]:.3f}x (A/A {noise[-1]:.3f}x)")
+        print(f"{name} {pair + 1}/{options.pairs}: {ratios[-1]:.3f}x (A/A {noise[-1]:.3f}x)")
     direct = [_direct_share(workload, steps=options.steps, seed=k) for k in range(3)]
-    _write(options, ratios, noise, after, direct, base)
+    return "\n".join(
+        [
+            f"## {name}, bare step {base * 1e3:.1f} ms",
+            "",
+            "| figure | median | range |",
+            "| --- | --- | --- |",
+            _row("step time, recorded over bare", ratios),
+            _row("A/A: bare over bare, the noise of this measurement", noise),
+            _row("processor time inside the added calls, over that of the bare steps", direct),
+            _row(f"record and MLflow copy after {options.steps} steps, over their time", after),
+            "",
+        ]
+    )
+
+
+def _row(name: str, values: list[float]) -> str:
+    low, high = min(values), max(values)
+    return f"| {name} | {statistics.median(values):.3f} | {low:.3f} to {high:.3f} |"
 
 
 def _direct_share(workload: Workload, *, steps: int, seed: int) -> float:
@@ -155,36 +191,6 @@ def _direct_share(workload: Workload, *, steps: int, seed: int) -> float:
         recorded_run(workload, steps=steps, seed=seed)
     bare = bare_loop(workload, steps=steps, seed=seed, clock=time.thread_time)
     return spent[0] / (statistics.median(bare) * steps)
-
-
-def _write(
-    options: argparse.Namespace,
-    ratios: list[float],
-    noise: list[float],
-    after: list[float],
-    direct: list[float],
-    base: float,
-) -> None:
-    def row(name: str, values: list[float]) -> str:
-        low, high = min(values), max(values)
-        return f"| {name} | {statistics.median(values):.3f} | {low:.3f} to {high:.3f} |"
-
-    lines = [
-        f"`python benchmarks/overhead.py --workload {options.workload} --steps {options.steps} "
-        f"--pairs {options.pairs}`",
-        "",
-        f"FP32, one thread, bare step {base * 1e3:.1f} ms; torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {torch.backends.cpu.get_cpu_capability()} CPU.",
-        "",
-        "| figure | median | range |",
-        "| --- | --- | --- |",
-        row("step time, recorded over bare", ratios),
-        row("A/A: bare over bare, the noise of this measurement", noise),
-        row("processor time inside the added calls, over that of the bare steps", direct),
-        row("record and MLflow copy after the run, over its training time", after),
-    ]
-    TABLE.write_text("# Overhead of recording\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":
