@@ -179,7 +179,7 @@ def _endpoints_disagree(c: Comparison, rule: DecisionRule) -> Reason | None:
         f"{ENDPOINT_NAMES[k]} {in_words(e.mean_difference, e.margin)}"
         for k, e in c.estimates.items()
     ]
-    message = f"The endpoints disagree: {' but '.join(texts)}."
+    message = f"Training and held-out loss disagree: {' but '.join(texts)}."
     return warning("ENDPOINTS_DISAGREE", message, high, rule.disagree_margins)
 
 

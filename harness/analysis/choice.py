@@ -67,7 +67,7 @@ def choose(given: ChoiceInput, rule: DecisionRule) -> Choice:
         )
         reasons = _enough_seeds(candidates)
         return Choice(policy=None, sentence=sentence, speed_basis=basis, reasons=reasons)
-    eligible = [v for v in candidates if v.outcome == "accept" and _has_fp32_weights(v)]
+    eligible = [v for v in candidates if v.outcome == "accept" and _is_eligible(v)]
     ranked = _by_speed(eligible, given, rule) if given.measured else _by_format(eligible)
     reasons = _reasons(given, candidates, ranked, rule)
     if not ranked:
@@ -86,9 +86,10 @@ def choose(given: ChoiceInput, rule: DecisionRule) -> Choice:
 
 
 def _by_format(eligible: Sequence[Verdict]) -> list[Verdict]:
-    def rank(verdict: Verdict) -> int:
+    def rank(verdict: Verdict) -> tuple[bool, int]:
         fmt = str(verdict.policy_content["compute_format"])
-        return _ASSUMED_ORDER.get(verdict.policy, _FORMAT_ORDER[fmt])
+        order = _ASSUMED_ORDER.get(verdict.policy, _FORMAT_ORDER[fmt])
+        return _departs_from_autocast(verdict), order
 
     return sorted(eligible, key=rank)
 
@@ -97,13 +98,16 @@ def _by_speed(eligible: Sequence[Verdict], given: ChoiceInput, rule: DecisionRul
     """Return the accepted candidates that are measurably faster than FP32, the choice first.
 
     Score: speed-up times the share of the run left after the steps by which it lags. The best
-    score wins; among scores within `speed_tie` of it, the wider format.
+    score wins; among scores within `speed_tie` of it, the wider format. What departs from
+    autocast's lists comes last: it is chosen only where nothing else is left.
     """
-    fast = sorted((v for v in eligible if _is_faster(v, rule)), key=lambda v: -_score(v, given))
+    faster = [v for v in eligible if _is_faster(v, rule)]
+    fast = sorted(faster, key=lambda v: (_departs_from_autocast(v), -_score(v, given)))
     if not fast:
         return []
-    best = _score(fast[0], given)
-    tied = [v for v in fast if _score(v, given) >= best * (1 - rule.speed_tie)]
+    plain = [v for v in fast if not _departs_from_autocast(v)] or fast
+    best = _score(plain[0], given)
+    tied = [v for v in plain if _score(v, given) >= best * (1 - rule.speed_tie)]
     first = min(tied, key=_width)
     return [first, *(v for v in fast if v is not first)]
 
@@ -125,18 +129,36 @@ def _width(verdict: Verdict) -> int:
     return _WIDTH[str(content["compute_format"])] - int(keeps_fp32)
 
 
-def _has_fp32_weights(verdict: Verdict) -> bool:
-    return bool(verdict.policy_content["param_format"] == "fp32")
+def _is_eligible(verdict: Verdict) -> bool:
+    """Return whether a policy may be chosen at all if accepted."""
+    return _never_chosen_because(verdict) is None
+
+
+def _never_chosen_because(verdict: Verdict) -> str | None:
+    """Return the hazard that a few hundred steps of loss do not exclude, or None."""
+    content = verdict.policy_content
+    if content["param_format"] != "fp32":
+        return "its weights are not FP32, and updates too small for them were not probed"
+    if content["compute_format"] == "fp16" and content["loss_scale"]["kind"] == "none":
+        return (
+            "FP16 without loss scaling loses gradients that are too small for it, so the "
+            "acceptance rests on the range that gradients had in this run"
+        )
+    return None
+
+
+def _departs_from_autocast(verdict: Verdict) -> bool:
+    return bool(verdict.policy_content["low_precision_ops"])
 
 
 def _train_sentence(given: ChoiceInput, verdict: Verdict) -> str:
     bounds = {k: e for k, e in verdict.estimates.items() if e.ci_high is not None}
     worst = max(bounds.values(), key=lambda e: (e.ci_high or 0.0) / e.margin)
     both = len(bounds) > 1
-    loss, where = ("loss", " on both endpoints") if both else ("training loss", "")
+    loss = "training and held-out loss stay" if both else "training loss stays"
     sentence = (
         f"Train {given.workload} in {verdict.policy}: over the first {given.num_steps} steps its "
-        f"{loss} stays within the margin of FP32{where} (at worst "
+        f"{loss} within the margin of FP32 (at worst "
         f"{in_words(worst.ci_high, worst.margin)}, {len(verdict.seeds_used)} seeds"
         f"{'' if both else ', no held-out set'})"
     )
@@ -148,7 +170,7 @@ def _train_sentence(given: ChoiceInput, verdict: Verdict) -> str:
 def _stay_sentence(given: ChoiceInput, candidates: Sequence[Verdict]) -> str:
     if not candidates:
         return f"Stay in {given.reference} for {given.workload}: the grid has no candidate."
-    accepted = [v.policy for v in candidates if v.outcome == "accept" and _has_fp32_weights(v)]
+    accepted = [v.policy for v in candidates if v.outcome == "accept" and _is_eligible(v)]
     if accepted:
         verb = "is" if len(accepted) == 1 else "are"
         return (
@@ -188,11 +210,14 @@ def _reasons(
     reasons += fallback_reasons(candidates, chosen=chosen)
     reasons += [rejection_reason(v, candidates) for v in candidates if v.outcome == "reject"]
     for verdict in candidates:
-        if verdict.outcome == "accept" and not _has_fp32_weights(verdict):
-            reasons.append(
-                f"{verdict.policy} is accepted on loss but not recommended: its weights are not "
-                "FP32, and updates too small for them were not probed."
-            )
+        hazard = _never_chosen_because(verdict)
+        if verdict.outcome == "accept" and hazard is not None:
+            reasons.append(f"{verdict.policy} is accepted on loss but not recommended: {hazard}.")
+    if chosen is not None and _departs_from_autocast(chosen):
+        reasons.append(
+            f"Caution: {chosen.policy} also lowers ops that autocast keeps in FP32 (exponentials, "
+            "sums, normalization); its acceptance rests on the range of values in this run."
+        )
     if not given.measured:
         reasons.append("Speed: assumed from the formats, not measured on a GPU.")
     return tuple(reasons)
@@ -205,7 +230,7 @@ def _worth_settling(
     undecided = [
         v
         for v in candidates
-        if v.outcome == "inconclusive" and v.lean != "unacceptable" and _has_fp32_weights(v)
+        if v.outcome == "inconclusive" and v.lean != "unacceptable" and _is_eligible(v)
     ]
     if chosen is None:
         return undecided

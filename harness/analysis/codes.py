@@ -40,8 +40,9 @@ CODES: dict[str, str] = {
     # --- gates: the comparison cannot judge ---
     "PAIRING_BROKEN": (
         "The two runs did not have the same initial weights, batches, dropout masks or held-out "
-        "set, so their difference says nothing about precision. Make build_model and batches "
-        "depend on the seed alone, and take all randomness from torch's generators."
+        "set, so their difference says nothing about precision. Draw every random number of "
+        "build_model, batches and held_out from a generator seeded with `seed` (for example "
+        "torch.Generator().manual_seed(seed)), and let the forward pass draw from torch alone."
     ),
     "REFERENCE_UNSTABLE": (
         "FP32 itself became non-finite or diverged in more than a third of the seeds. That is no "
@@ -89,7 +90,9 @@ CODES: dict[str, str] = {
     "GROSS_DEGRADATION": (
         "Every seed is worse than FP32 by several margins: no spread over seeds explains that, so "
         "the candidate is rejected even if seeds differ too much for the test. Look at the "
-        "diagnostics for the cause."
+        "diagnostics for the cause. Where FP32's loss ends near zero the margin is a share of that "
+        "small loss, so several margins may be little beside what was learned: state a margin of "
+        "your own there (decision.margin_train, decision.margin_held_out)."
     ),
     # --- warnings from the loss ---
     "IDENTICAL_TO_FP32": (
@@ -195,6 +198,11 @@ CODES: dict[str, str] = {
     "TAIL_SHORT": (
         "The run is so short that the endpoints average few steps; they are noisy. Train for more "
         "steps."
+    ),
+    "REFERENCE_NOT_FP32": (
+        "Ops of the FP32 runs computed in FP16 or BF16, because the model's own code casts to them "
+        "or enters autocast itself. Every comparison is with that reference. Take the casts out of "
+        "the model and leave the precision to the policies."
     ),
     "LR_FLOOR_NOT_TESTED": (
         "The learning rate did not decay inside the run. Low-precision weights stall first at low "

@@ -139,7 +139,7 @@ def _pointers(verdict: Verdict) -> list[_Pointer]:
     fmt = str(content["compute_format"])
     scaled = content["loss_scale"]["kind"] != "none"
     if codes & _CRASHES:
-        return [_keep_module(fmt)] if "CRASHED" in codes else [_SAME_FORMAT_UNSCALED, _BF16]
+        return [_keep_module(fmt)] if "CRASHED" in codes else [_BF16, _SAME_FORMAT_UNSCALED]
     if content["clip_before_unscale"]:
         return [_Pointer(text="clipping after unscaling")]
     if content["param_format"] != "fp32" and (codes & _STALLS or not codes & _OVERFLOWS):

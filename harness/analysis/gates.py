@@ -21,8 +21,8 @@ from harness.analysis.wording import (
     ENDPOINT_NAMES,
     in_margins,
     in_words,
+    margin_basis,
     number,
-    percent,
     seeds_text,
 )
 from harness.precision.policy import PrecisionPolicy
@@ -64,7 +64,8 @@ def _pairing_broken(c: Comparison, rule: DecisionRule) -> Reason | None:
         return None
     message = (
         f"These runs are not pairs: {broken[0].fault} between FP32 and {c.policy.name} in "
-        f"{seeds_text([pair.seed for pair in broken])}."
+        f"{seeds_text([pair.seed for pair in broken])}. Draw every random number of build_model, "
+        "batches and held_out from a generator seeded with `seed`."
     )
     return gate_reason("PAIRING_BROKEN", message, float(len(broken)), 0.0)
 
@@ -170,15 +171,24 @@ def _gross_degradation(c: Comparison, rule: DecisionRule) -> Reason | None:
             continue
         least = math.nan if any(map(math.isnan, e.differences)) else min(e.differences)
         if in_margins(least, e.margin) > factor:
-            every = f"every one of {e.num_pairs} seeds" if e.num_pairs > 1 else "the only seed"
-            message = (
-                f"In {ENDPOINT_NAMES[endpoint]} {every} is worse than FP32 by "
-                f"{in_words(least, e.margin, signed=False)} or more: {number(e.mean_difference)} "
-                f"{e.unit} on average, {percent(e.mean_difference / e.progress)} of what "
-                "FP32 learned."
-            )
+            message = _gross_message(endpoint, e, least, rule)
             return gate_reason("GROSS_DEGRADATION", message, least, factor * e.margin)
     return None
+
+
+def _gross_message(endpoint: Endpoint, e: Estimate, least: float, rule: DecisionRule) -> str:
+    """Return what the harm is, what one margin is, and why that margin may look small."""
+    every = f"every one of {e.num_pairs} seeds" if e.num_pairs > 1 else "the only seed"
+    mean = f"{number(e.mean_difference)} {e.unit}"
+    message = (
+        f"In {ENDPOINT_NAMES[endpoint]} {every} is worse than FP32 by at least "
+        f"{in_words(least, e.margin, signed=False)} ({mean} on average). One margin is "
+        f"{number(e.margin)} {e.unit}: {margin_basis(e, rule.as_mapping())}"
+    )
+    if e.margin_term != "loss":
+        return f"{message}."
+    # The margin then is far below 1 % of what was learned, and the harm may be as well.
+    return f"{message}, which is small beside the {number(e.progress)} {e.unit} that it learned."
 
 
 def logged_in_low_precision(c: Comparison) -> str | None:

@@ -21,7 +21,7 @@ def model_cautions(
         return ()
     found = [_near_zero(endpoint, level, rule) for endpoint, level in levels.items()]
     found += [_held_out(references, levels, rule), _tail_short(references[0], rule)]
-    found.append(_lr_floor(references[0], rule))
+    found += [_lr_floor(references[0], rule), _not_fp32(references[0])]
     return tuple(reason for reason in found if reason is not None)
 
 
@@ -88,3 +88,15 @@ def _lr_floor(record: RunRecord, rule: DecisionRule) -> Reason | None:
         "show (weights that stop moving) was not tested."
     )
     return caveat("LR_FLOOR_NOT_TESTED", message, share, 1 / rule.lr_floor_factor)
+
+
+def _not_fp32(record: RunRecord) -> Reason | None:
+    lowered = sorted(op for op, formats in record.audit.items() if {"bf16", "fp16"} & set(formats))
+    if not lowered:
+        return None
+    shown = ", ".join(lowered[:4]) + (", ..." if len(lowered) > 4 else "")
+    message = (
+        f"The model's own code computes in 16 bits even in the FP32 runs ({shown}): what that "
+        "costs is in the reference too and stays unseen."
+    )
+    return warning("REFERENCE_NOT_FP32", message, float(len(lowered)), 0.0)

@@ -124,7 +124,8 @@ def judge(
     table = diagnose(comparison.pairs, comparison.policy, rule)
     reasons = (
         *((_CONTROL,) if is_control else ()),
-        *_deciding(hits, test, ahead),
+        # A control is not tested, so it must not read as if it had passed.
+        *((hit.reason for hit in hits) if is_control else _deciding(hits, test, ahead)),
         *candidate_warnings(comparison, rule),
         *diagnostic_warnings(table, comparison.policy, rule),
         *(() if is_control else candidate_caveats(comparison, num_failures=failures)),

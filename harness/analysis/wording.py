@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from harness.analysis.findings import Endpoint
+from harness.analysis.findings import Endpoint, Estimate
 
 ENDPOINT_NAMES: dict[Endpoint, str] = {"train": "training loss", "held_out": "held-out loss"}
 
@@ -32,18 +33,60 @@ def in_margins(value: float | None, margin: float) -> float:
     return math.nan if value is None or not margin > 0 else value / margin
 
 
+def multiple(relative: float, *, signed: bool = True) -> str:
+    """Return a multiple of the margin: two decimals near it, fewer far away.
+
+    What is not zero never reads as zero (`<0.01`, `>-0.01`), and what is not the margin itself
+    never reads as 1.00: verdicts turn there, so it gets the digits that tell the side. NaN and
+    infinite values as `number` writes them.
+    """
+    if not math.isfinite(relative):
+        return number(relative, signed=signed)
+    size = abs(relative)
+    if size < 0.005:
+        return "0" if size == 0 else ("<0.01" if relative > 0 or not signed else ">-0.01")
+    digits = next(d for d in (2, 3, 4, 6, 9) if d == 9 or size == 1 or round(size, d) != 1)
+    if size >= 9.995:
+        digits = 1 if size < 99.95 else 0
+    kind = f".{digits}f" if size < 9999.5 else ".1e"
+    return format(relative, ("+" if signed else "") + kind)
+
+
 def in_words(value: float | None, margin: float, *, unit: bool = True, signed: bool = True) -> str:
-    """Return a difference in units of its margin: `+0.12 of the margin`, `3.40 margins`."""
+    """Return a difference in units of its margin: `+0.12 margins`, `<0.01 margins`.
+
+    Without a margin (0, NaN) the difference itself.
+    """
     relative = in_margins(value, margin)
     if not math.isfinite(relative):
         return number(value, signed=signed)
-    size = abs(relative)
-    digits = ".2f" if size < 10 else (".0f" if size < 1e5 else ".1e")
-    text = format(relative, ("+" if signed else "") + digits)
-    text = "0" if text in ("+0.00", "-0.00", "0.00") else text
-    if not unit:
-        return text
-    return f"{text} of the margin" if size < 1.5 else f"{text} margins"
+    text = multiple(relative, signed=signed)
+    return f"{text} margins" if unit else text
+
+
+def margin_basis(e: Estimate, rule: Mapping[str, Any]) -> str:
+    """Return what set the margin, with its constant: `1 % of what FP32 learned (2.12 nats)`.
+
+    Args:
+        e: An estimate with its margin.
+        rule: Constants of the rule by name; one that is absent is left out of the text.
+    """
+    if e.margin_term == "user":
+        return "your own (decision.margin_train, decision.margin_held_out)"
+    learned = f"of what FP32 learned ({number(e.progress)} {e.unit})"
+    if e.margin_term == "loss":
+        tail = f"({number(e.reference_loss)} {e.unit})"
+        return f"{_share(rule, 'margin_loss')}of FP32's loss at the end {tail}"
+    if e.margin_term == "cap":
+        return f"{_share(rule, 'margin_cap')}{learned}, the most that is allowed"
+    if e.margin_term == "seed_sd":
+        return f"{_share(rule, 'margin_seed_sd')}of the spread of FP32's held-out loss over seeds"
+    return f"{_share(rule, 'margin_progress')}{learned}"
+
+
+def _share(rule: Mapping[str, Any], key: str) -> str:
+    constant = rule.get(key)
+    return "a share " if constant is None else f"{100 * constant:g} % "
 
 
 def listing(names: Sequence[str], *, last: str = "and") -> str:

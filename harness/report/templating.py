@@ -49,7 +49,10 @@ def typeset(text: str) -> str:
 def markdown_cell(text: str) -> str:
     """Return text that is neither HTML nor a table bar nor a line break in Markdown."""
     text = " ".join(str(text).split())
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = text.replace("&", "&amp;")
+    # A bracket before a digit opens and closes no tag, and `<0.01` stays readable as plain text.
+    text = re.sub(r"<(?!\d)", "&lt;", text)
+    text = re.sub(r">(?!-?\d)", "&gt;", text)
     text = re.sub(r"([\\`*|])", r"\\\1", text)
     # An underscore inside a word and a bracket without a link behind it mean nothing in Markdown;
     # leaving them keeps names and intervals readable as plain text.

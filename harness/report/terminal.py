@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,13 +12,22 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from harness.analysis.findings import ModelFindings, Verdict
+from harness.analysis.findings import Endpoint, ModelFindings, Ratio, Verdict
+from harness.report.phrases import (
+    caution_lines,
+    emulated_policies,
+    margin_lines,
+    own_margin_hint,
+    reason_phrase,
+)
 from harness.report.text import (
+    ENDPOINT_LABELS,
     NOT_AVAILABLE,
     difference_text,
     main_reason,
     outcome_label,
     ratio_text,
+    shown_endpoints,
     worst_endpoint,
 )
 
@@ -29,19 +41,22 @@ _EMULATED = "*"
 
 
 def print_findings(findings: ModelFindings, console: Console, *, report_path: Path) -> None:
-    """Print the verdict table of one model, its reasons, the recommendation and the report's path.
+    """Print one model's verdict table, cautions, reasons, recommendation and report path.
 
     Differences are multiples of the margin: accepted means that the interval's upper end is below
     +1. Readable from 80 columns on; without a terminal no control codes are written.
     """
+    wide = console.width >= _WIDE
     console.print()
     console.print(Text(f"{findings.workload}: {findings.scope}", style="bold"))
     if findings.verdicts:
-        console.print(_table(findings, wide=console.width >= _WIDE))
-        for footnote in _footnotes(findings, wide=console.width >= _WIDE):
+        console.print(_table(findings, wide=wide))
+        for footnote in _footnotes(findings, wide=wide):
             console.print(Text(footnote, style="dim"))
-        for reason in _why(findings):
-            console.print(reason)
+    for caution in caution_lines(findings):
+        console.print(Text.assemble(("Caution: ", "yellow"), caution))
+    for reason in _why(findings):
+        console.print(reason)
     if findings.failed:
         console.print(Text(f"No verdict: {findings.failed}", style="bold red"))
     console.print(Text.assemble(("Recommendation: ", "bold"), findings.choice.sentence))
@@ -53,48 +68,104 @@ def print_findings(findings: ModelFindings, console: Console, *, report_path: Pa
     console.print(Text(f"Report: {report_path}"), soft_wrap=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Column:
+    """One column: its heading, what it shows of a verdict, whether its text may wrap."""
+
+    heading: str
+    cell: Callable[[Verdict], Text]
+    wraps: bool = False
+
+
+def _columns(findings: ModelFindings, *, wide: bool) -> list[_Column]:
+    """Return the columns; ratios that no policy has are left out."""
+    columns = [
+        _Column(heading="policy", cell=_policy, wraps=True),
+        _Column(heading="verdict", cell=_outcome),
+        *_loss_columns(findings, wide=wide),
+        _ratio_column(f"time\n/ {findings.reference_policy}", lambda v: v.step_time_ratio),
+        _ratio_column(f"memory\n/ {findings.reference_policy}", lambda v: v.peak_memory_ratio),
+        _Column(heading="main reason", cell=_reason, wraps=True),
+    ]
+    ratios = columns[-3:-1]
+    empty = [
+        column
+        for column in ratios
+        if all(column.cell(v).plain == NOT_AVAILABLE for v in findings.verdicts)
+    ]
+    return [column for column in columns if column not in empty]
+
+
+def _loss_columns(findings: ModelFindings, *, wide: bool) -> list[_Column]:
+    endpoints = shown_endpoints(findings)
+    if len(endpoints) == 1 or wide:
+        return [
+            _Column(
+                heading=f"{ENDPOINT_LABELS[endpoint]}\nin margins",
+                cell=functools.partial(_difference, endpoint=endpoint),
+            )
+            for endpoint in endpoints
+        ]
+    return [_Column(heading="loss difference\nin margins", cell=_worst)]
+
+
+def _ratio_column(heading: str, ratio: Callable[[Verdict], Ratio | None]) -> _Column:
+    return _Column(heading=heading, cell=lambda verdict: Text(ratio_text(ratio(verdict))))
+
+
 def _table(findings: ModelFindings, *, wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    table.add_column("policy", overflow="fold")
-    table.add_column("verdict", no_wrap=True)
-    if wide:
-        table.add_column("train loss / margin", no_wrap=True)
-        table.add_column("held-out / margin", no_wrap=True)
-    else:
-        table.add_column("loss diff / margin", no_wrap=True)
-    table.add_column("time", no_wrap=True)
-    table.add_column("mem", no_wrap=True)
-    table.add_column("main reason", overflow="fold")
+    columns = _columns(findings, wide=wide)
+    for column in columns:
+        table.add_column(
+            # Headings of one line stand at the bottom, beside those of two.
+            column.heading if "\n" in column.heading else f"\n{column.heading}",
+            no_wrap=not column.wraps,
+            overflow="fold" if column.wraps else "ellipsis",
+        )
     for verdict in findings.verdicts:
-        table.add_row(*_row(verdict, wide=wide))
+        table.add_row(*(column.cell(verdict) for column in columns))
     return table
 
 
-def _row(verdict: Verdict, *, wide: bool) -> list[Text]:
+def _policy(verdict: Verdict) -> Text:
+    return Text(f"{verdict.policy} {_EMULATED}" if _is_emulated(verdict) else verdict.policy)
+
+
+def _outcome(verdict: Verdict) -> Text:
     label = outcome_label(verdict)
-    mark = f" {_EMULATED}" if verdict.execution == "emulated" else ""
-    cells = [Text(f"{verdict.policy}{mark}"), Text(label, style=_STYLES[label])]
-    if wide:
-        estimates = (verdict.estimates.get("train"), verdict.estimates.get("held_out"))
-        cells += [Text(difference_text(estimate)) for estimate in estimates]
-    else:
-        worst = worst_endpoint(verdict)
-        shown = NOT_AVAILABLE if worst is None else difference_text(verdict.estimates[worst])
-        cells.append(Text(shown))
+    return Text(label, style=_STYLES[label])
+
+
+def _difference(verdict: Verdict, endpoint: Endpoint) -> Text:
+    return Text(difference_text(verdict.estimates.get(endpoint)))
+
+
+def _worst(verdict: Verdict) -> Text:
+    endpoint = worst_endpoint(verdict)
+    return Text(NOT_AVAILABLE if endpoint is None else difference_text(verdict.estimates[endpoint]))
+
+
+def _reason(verdict: Verdict) -> Text:
     reason = main_reason(verdict)
-    cells += [
-        Text(ratio_text(verdict.step_time_ratio)),
-        Text(ratio_text(verdict.peak_memory_ratio)),
-        Text(NOT_AVAILABLE if reason is None or verdict.is_control else reason.code),
-    ]
-    return cells
+    if verdict.is_control:
+        return Text("for comparison only", style="dim")
+    return Text(NOT_AVAILABLE if reason is None else reason_phrase(reason))
+
+
+def _is_emulated(verdict: Verdict) -> bool:
+    return verdict.execution == "emulated"
 
 
 def _footnotes(findings: ModelFindings, *, wide: bool) -> list[str]:
-    which = "" if wide else "worse endpoint of training and held-out loss; "
-    lines = [f"Loss difference over the margin: {which}accepted when the interval ends below +1."]
-    if any(v.execution == "emulated" for v in findings.verdicts):
+    both = len(shown_endpoints(findings)) > 1
+    which = "; the worse of training and held-out loss" if both and not wide else ""
+    lines = [f"Mean [interval]{which}. Accepted when the interval ends below +1."]
+    lines += margin_lines(findings)
+    lines += [hint] if (hint := own_margin_hint(findings)) else []
+    if any(map(_is_emulated, findings.verdicts)):
         lines.append(f"{_EMULATED} emulated on this device: numerics only, no step time.")
+        lines += [f"  {policies}: {clause}" for policies, clause in emulated_policies(findings)]
     if findings.choice.speed_basis != "measured":
         lines.append(
             f"Speed: {findings.choice.speed_basis}; step times on {findings.device} did not count."

@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.analysis.codes import CODES
 from harness.analysis.findings import Endpoint, Estimate, ModelFindings, Ratio, Reason, Verdict
+from harness.analysis.wording import multiple
 
 ENDPOINTS: tuple[Endpoint, ...] = ("train", "held_out")
 ENDPOINT_LABELS: dict[Endpoint, str] = {"train": "training loss", "held_out": "held-out loss"}
@@ -62,18 +63,10 @@ def in_margins(value: float | None, margin: float) -> float | None:
 
 
 def margins_text(value: float | None) -> str:
-    """Return a multiple of the margin: two decimals near it, fewer far away."""
+    """Return a multiple of the margin, spelled as in the analyzer's sentences."""
     if value is None:
         return NOT_AVAILABLE
-    if not math.isfinite(value):
-        return "non-finite"
-    size = abs(value)
-    if size < 9.995:
-        # Adding 0.0 turns a rounded -0.0 into 0.0: "-0.00" would look like a finding.
-        return f"{round(value, 2) + 0.0:+.2f}"
-    if size < 99.95:
-        return f"{value:+.1f}"
-    return f"{value:+.0f}" if size < 9999.5 else f"{value:+.1e}"
+    return multiple(value) if math.isfinite(value) else "non-finite"
 
 
 def difference_text(estimate: Estimate | None) -> str:
@@ -157,6 +150,19 @@ def controls(findings: ModelFindings) -> tuple[Verdict, ...]:
 def outcome_label(verdict: Verdict) -> str:
     """Return the verdict's word; a control has none."""
     return "control" if verdict.is_control else verdict.outcome
+
+
+def shown_endpoints(findings: ModelFindings) -> tuple[Endpoint, ...]:
+    """Return the endpoints that any verdict has an estimate of; all of them if none has."""
+    found = tuple(e for e in ENDPOINTS if any(e in v.estimates for v in findings.verdicts))
+    return found or ENDPOINTS
+
+
+def endpoints_in_words(findings: ModelFindings) -> str:
+    """Return `training and held-out loss`, or the one of them that there is."""
+    endpoints = shown_endpoints(findings)
+    both = len(endpoints) == len(ENDPOINTS)
+    return "training and held-out loss" if both else ENDPOINT_LABELS[endpoints[0]]
 
 
 def used_codes(findings: ModelFindings) -> tuple[str, ...]:

@@ -6,16 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.analysis.findings import Estimate, Reason, Verdict
-from harness.report.evidence import Evidence, trouble, typical
+from harness.analysis.findings import Estimate, ModelFindings, Reason, Verdict
+from harness.analysis.wording import margin_basis
+from harness.report.costs import cost_notes, cost_rows
+from harness.report.evidence import Evidence, trouble
+from harness.report.phrases import (
+    diagnostic_label,
+    emulated_policies,
+    margin_lines,
+    own_margin_hint,
+)
 from harness.report.text import (
     ENDPOINT_LABELS,
     ENDPOINTS,
     NOT_AVAILABLE,
-    bytes_text,
     code_explanations,
     counted,
     difference_text,
+    endpoints_in_words,
     flattened,
     in_margins,
     main_reason,
@@ -23,18 +31,11 @@ from harness.report.text import (
     outcome_label,
     percent_text,
     ratio_text,
+    shown_endpoints,
     signed,
     significant,
     used_codes,
 )
-
-_MARGIN_TERMS = {
-    "progress": "a share of what the reference learned",
-    "loss": "a share of the reference's tail loss",
-    "seed_sd": "a share of the reference's spread over seeds",
-    "cap": "the cap, a larger share of what the reference learned",
-    "user": "set by the user",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +76,11 @@ class VerdictView:
 def verdict_views(evidence: Evidence) -> tuple[VerdictView, ...]:
     """Return one view per verdict: candidates in grid order, then controls."""
     ordered = sorted(evidence.findings.verdicts, key=lambda v: v.is_control)
-    return tuple(_verdict_view(verdict) for verdict in ordered)
+    return tuple(_verdict_view(verdict, evidence.findings) for verdict in ordered)
 
 
-def _verdict_view(verdict: Verdict) -> VerdictView:
+def _verdict_view(verdict: Verdict, findings: ModelFindings) -> VerdictView:
+    param_format = str(verdict.policy_content.get("param_format", "fp32"))
     return VerdictView(
         policy=verdict.policy,
         description=verdict.description,
@@ -92,20 +94,29 @@ def _verdict_view(verdict: Verdict) -> VerdictView:
         reason=None if verdict.is_control else main_reason(verdict),
         reasons=verdict.reasons if verdict.is_control else verdict.reasons[1:],
         numbers=tuple(
-            (ENDPOINT_LABELS[e], tuple(_numbers(estimate, verdict.min_detectable_harm.get(e))))
+            (
+                ENDPOINT_LABELS[e],
+                tuple(_numbers(estimate, verdict.min_detectable_harm.get(e), findings)),
+            )
             for e in ENDPOINTS
             if (estimate := verdict.estimates.get(e)) is not None
         ),
-        notes=tuple(_notes(verdict)),
+        notes=tuple(_notes(verdict, findings)),
         diagnostics=tuple(
-            (name.replace("_", " "), _diagnostic(name, ours), _diagnostic(name, theirs))
+            (
+                diagnostic_label(name, param_format=param_format),
+                _diagnostic(name, ours),
+                _diagnostic(name, theirs),
+            )
             for name, (ours, theirs) in verdict.diagnostics.items()
         ),
         settle_command=None if verdict.is_control else verdict.settle_command,
     )
 
 
-def _numbers(estimate: Estimate, detectable: float | None) -> list[tuple[str, str]]:
+def _numbers(
+    estimate: Estimate, detectable: float | None, findings: ModelFindings
+) -> list[tuple[str, str]]:
     unit, margin = estimate.unit, estimate.margin
 
     def amount(value: float | None) -> str:
@@ -114,18 +125,19 @@ def _numbers(estimate: Estimate, detectable: float | None) -> list[tuple[str, st
         return f"{signed(value)} {unit} ({margins_text(in_margins(value, margin))} margins)"
 
     share = in_margins(estimate.mean_difference, estimate.progress)
-    term = _MARGIN_TERMS.get(estimate.margin_term, estimate.margin_term)
+    basis = margin_basis(estimate, findings.rule)
     numbers = [
         ("mean difference", amount(estimate.mean_difference)),
         ("of what the reference learned", percent_text(share)),
         ("interval", _interval(estimate)),
+        ("how sure each end is", _certainty(estimate)),
         ("each seed", ", ".join(signed(d) for d in estimate.differences) or NOT_AVAILABLE),
         ("standard deviation", f"{significant(estimate.sd, 3)} {unit}"),
-        ("margin", f"{significant(margin, 3)} {unit}: {term}"),
+        ("margin", f"{significant(margin, 3)} {unit}: {basis}"),
         ("reference's tail loss", f"{significant(estimate.reference_loss)} {unit}"),
         ("reference learned", f"{significant(estimate.progress)} {unit}"),
-        ("p (accept)", significant(estimate.p_accept, 2)),
-        ("p (reject)", significant(estimate.p_reject, 2)),
+        ("p-value of the acceptance test", significant(estimate.p_accept, 2)),
+        ("p-value of the rejection test", significant(estimate.p_reject, 2)),
     ]
     if detectable is not None:
         numbers.append(("smallest harm detectable with 80 % power", amount(detectable)))
@@ -135,14 +147,20 @@ def _numbers(estimate: Estimate, detectable: float | None) -> list[tuple[str, st
 def _interval(estimate: Estimate) -> str:
     if estimate.ci_low is None or estimate.ci_high is None:
         return NOT_AVAILABLE
-    low, high = 100 * (1 - estimate.alpha_reject), 100 * (1 - estimate.alpha_accept)
+    return f"{signed(estimate.ci_low)} to {signed(estimate.ci_high)} {estimate.unit}"
+
+
+def _certainty(estimate: Estimate) -> str:
+    if estimate.ci_low is None or estimate.ci_high is None:
+        return NOT_AVAILABLE
+    low, high = 100 * estimate.alpha_reject, 100 * estimate.alpha_accept
     return (
-        f"{signed(estimate.ci_low)} to {signed(estimate.ci_high)} {estimate.unit} "
-        f"(ends at one-sided {low:.4g} % and {high:.4g} %)"
+        f"the true difference is below the lower end in at most {low:.3g} %, above the upper end "
+        f"in at most {high:.3g} % of such experiments"
     )
 
 
-def _notes(verdict: Verdict) -> list[str]:
+def _notes(verdict: Verdict, findings: ModelFindings) -> list[str]:
     used = counted(len(verdict.seeds_used), "pair")
     notes = [f"Compared in {used} (seeds {', '.join(map(str, verdict.seeds_used)) or 'none'})."]
     if verdict.seeds_dropped:
@@ -151,8 +169,9 @@ def _notes(verdict: Verdict) -> list[str]:
         return notes
     if verdict.p_accept_holm is not None:
         notes.append(
-            f"p (accept) over both endpoints {significant(verdict.p_accept, 2)}; "
-            f"{significant(verdict.p_accept_holm, 2)} after Holm's correction for all candidates."
+            f"p-value of the acceptance test over {endpoints_in_words(findings)}: "
+            f"{significant(verdict.p_accept, 2)}; {significant(verdict.p_accept_holm, 2)} after "
+            "Holm's correction for all candidates."
         )
     if verdict.lag_steps is not None:
         lag = signed(verdict.lag_steps, 2)
@@ -160,8 +179,15 @@ def _notes(verdict: Verdict) -> list[str]:
     if verdict.outcome == "inconclusive":
         notes.append(_settling(verdict))
     if verdict.step_time_ratio is None:
-        notes.append(f"Step time: {verdict.speed_note.rstrip('.')}.")
+        notes.append(_no_step_time(verdict))
     return notes
+
+
+def _no_step_time(verdict: Verdict) -> str:
+    if verdict.execution == "emulated":
+        return "It was emulated on this device, so there is no step time."
+    note = verdict.speed_note.rstrip(".")
+    return f"Step time was {note}." if note.startswith("not ") else f"Step time: {note}."
 
 
 def _settling(verdict: Verdict) -> str:
@@ -179,61 +205,20 @@ def _diagnostic(name: str, value: float | None) -> str:
     return percent_text(value) if "share" in name else significant(value)
 
 
-def cost_rows(evidence: Evidence) -> tuple[dict[str, str], ...]:
-    """Return what each policy cost, as measured during training: reference first."""
-    ratios = {v.policy: v for v in evidence.findings.verdicts}
-    rows = []
-    for policy, runs in evidence.runs.items():
-        times = [t for r in runs if (t := typical(r, "step_time_s")) is not None and t > 0]
-        time = min(times) if times else None
-        peaks = [r.peak_memory_bytes for r in runs if r.peak_memory_bytes is not None]
-        verdict = ratios.get(policy)
-        time_ratio = memory_ratio = "1"
-        if verdict is not None:
-            time_ratio = ratio_text(verdict.step_time_ratio, interval=True)
-            memory_ratio = ratio_text(verdict.peak_memory_ratio)
-        rows.append(
-            {
-                "policy": policy,
-                "step time": NOT_AVAILABLE if time is None else f"{significant(1e3 * time, 3)} ms",
-                "samples/s": _rate(runs[0].samples_per_step if runs else None, time),
-                "tokens/s": _rate(runs[0].tokens_per_step if runs else None, time),
-                "peak memory": bytes_text(max(peaks)) if peaks else NOT_AVAILABLE,
-                "time ratio": time_ratio,
-                "memory ratio": memory_ratio,
-            }
-        )
-    return tuple(rows)
-
-
-def cost_notes(evidence: Evidence) -> tuple[str, ...]:
-    """Return what the cost table does and does not mean."""
-    records = [r for runs in evidence.runs.values() for r in runs]
-    sources = dict.fromkeys(r.peak_memory_source for r in records)
-    notes = [
-        "Step time here is the median of the fastest seed as it trained, beside whatever else ran "
-        "on the machine; only the ratios come from a measurement of their own.",
-        *(f"Peak memory counts: {source}." for source in sources),
-    ]
-    details = {r.policy: r.execution_detail for r in records if r.execution == "emulated"}
-    notes += [f"{policy} is emulated: {detail.rstrip('.')}." for policy, detail in details.items()]
-    return tuple(notes)
-
-
-def _rate(per_step: float | None, step_time_s: float | None) -> str:
-    if per_step is None or step_time_s is None:
-        return NOT_AVAILABLE
-    return significant(per_step / step_time_s, 3)
-
-
 def context(evidence: Evidence) -> dict[str, Any]:
     """Return everything that both templates use."""
     findings = evidence.findings
     codes = code_explanations(used_codes(findings))
+    verdicts = verdict_views(evidence)
     return {
         "findings": findings,
-        "verdicts": verdict_views(evidence),
-        "endpoints": [ENDPOINT_LABELS[e] for e in ENDPOINTS],
+        "verdicts": verdicts,
+        "endpoints": [ENDPOINT_LABELS[e] for e in shown_endpoints(findings)],
+        "has_time": any(v.time != NOT_AVAILABLE for v in verdicts),
+        "has_memory": any(v.memory != NOT_AVAILABLE for v in verdicts),
+        "margins": margin_lines(findings),
+        "own_margin": own_margin_hint(findings),
+        "emulated": emulated_policies(findings),
         "trouble": trouble(evidence),
         "costs": cost_rows(evidence),
         "cost_notes": cost_notes(evidence),

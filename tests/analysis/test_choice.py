@@ -63,6 +63,44 @@ def test_weights_below_fp32_are_never_chosen_while_the_probe_is_missing(analysis
     assert any("bf16_pure is accepted on loss but not recommended" in r for r in choice.reasons)
 
 
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+def test_unscaled_fp16_is_never_chosen(analysis: Any, device_kind: str) -> None:
+    timings = {"fp16_unscaled": Ratio(value=0.4, ci_low=0.39, ci_high=0.41)}
+    records = grid("fp16_unscaled", device_kind=device_kind)
+    choice = analysis.findings(records, timings=timings).choice
+    assert choice.policy == "fp32"
+    (why,) = [r for r in choice.reasons if r.startswith("fp16_unscaled is accepted on loss but")]
+    assert "the range that gradients had in this run" in why
+    assert "fp16_unscaled accepted on loss alone" in choice.sentence
+
+
+def test_ops_lowered_beyond_autocast_come_last_and_with_a_caution(analysis: Any) -> None:
+    own = PrecisionPolicy(name="bf16_all", compute_format="bf16", low_precision_ops=("all",))
+    extra = [make_record(own, seed, luck=0.001) for seed in range(3)]
+    assert analysis.findings([*grid("tf32"), *extra]).choice.policy == "tf32"
+    alone = analysis.findings([*grid(), *extra]).choice
+    assert alone.policy == "bf16_all"
+    assert any(r.startswith("Caution: bf16_all also lowers ops") for r in alone.reasons)
+    # By measured speed too, though it is the fastest.
+    on_gpu = [make_record(own, seed, luck=0.001, device_kind="cuda") for seed in range(3)]
+    timings = {
+        "fp16": Ratio(value=0.60, ci_low=0.59, ci_high=0.61),
+        "bf16_all": Ratio(value=0.40, ci_low=0.39, ci_high=0.41),
+    }
+    findings = analysis.findings([*grid("fp16", device_kind="cuda"), *on_gpu], timings=timings)
+    assert findings.choice.policy == "fp16"
+    assert "Runner-up: bf16_all, also accepted." in findings.choice.reasons
+
+
+def test_the_sentence_names_the_losses_that_were_tested(analysis: Any) -> None:
+    both = analysis.findings(grid("bf16")).choice.sentence
+    assert "its training and held-out loss stay within the margin" in both
+    assert both.endswith(" margins, 3 seeds).")
+    alone = analysis.findings(grid("bf16", held_out=False)).choice.sentence
+    assert "its training loss stays within the margin" in alone
+    assert "no held-out set" in alone
+
+
 def test_on_a_gpu_the_measured_speed_decides(analysis: Any) -> None:
     records = [r for r in grid("fp16", "bf16", device_kind="cuda")]
     timings = {

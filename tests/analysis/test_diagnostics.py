@@ -123,6 +123,9 @@ def test_model_level_cautions(analysis: Any) -> None:
     assert "TAIL_SHORT" in model_codes(analysis, make_grid(benign, num_steps=60))
     constant = [with_series(r, learning_rate=(1e-3,) * 120) for r in make_grid(benign)]
     assert "LR_FLOOR_NOT_TESTED" in model_codes(analysis, constant)
+    own = {"linear": {"bf16": 1, "fp32": 3}}
+    lowered = [dataclasses.replace(r, audit=own) for r in make_grid(benign)]
+    assert "REFERENCE_NOT_FP32" in model_codes(analysis, lowered)
     wild = make_grid({**benign, "fp32_twin": {"offset": 0.5}})
     assert "CHAOTIC_MODEL" in model_codes(analysis, wild)
 

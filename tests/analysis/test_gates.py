@@ -185,6 +185,7 @@ def test_the_pairing_message_says_what_differed(analysis: Any) -> None:
     message = analysis.verdict(planted(reseeded)).main_reason.message
     assert "the initial weights differ" in message
     assert "seed 1" in message
+    assert "from a generator seeded with `seed`" in message
 
 
 def test_a_different_first_loss_is_only_a_warning(analysis: Any) -> None:
@@ -269,6 +270,27 @@ def test_a_reference_that_is_missing_or_crashed_fails_the_model(
     assert findings.failed is not None
     assert "seed 1" in findings.failed
     assert (findings.verdicts, findings.choice.policy) == ((), None)
+
+
+def test_a_gross_difference_says_what_a_margin_is(analysis: Any) -> None:
+    """Learned 2 nats from 4 to 2: the margin is 1 % of that, and 0.5 nats are 25 margins."""
+    grid = make_grid({"fp32": {"seed_sd": 0.0}, "bf16": {"seed_sd": 0.0, "offset": 0.5}})
+    message = analysis.verdict(grid).main_reason.message
+    assert "by at least 25" in message
+    assert "1 % of what FP32 learned" in message
+    assert "which is small" not in message
+
+
+def test_a_margin_of_a_vanishing_loss_is_explained(analysis: Any) -> None:
+    """The loss ends at 0.02 after 4: 2 % of that is 1 / 100 of 1 % of what was learned."""
+    common = {"floor": 0.02, "noise": 0.0, "seed_sd": 0.0}
+    grid = make_grid({"fp32": common, "bf16": {**common, "offset": 0.01}})
+    verdict = analysis.verdict(grid)
+    assert verdict.main_reason.code == "GROSS_DEGRADATION"
+    message = verdict.main_reason.message
+    assert "2 % of FP32's loss at the end" in message
+    assert "which is small beside the 3.9" in message
+    assert "nats that it learned." in message
 
 
 def test_one_seed_needs_a_larger_difference_to_be_gross(analysis: Any) -> None:

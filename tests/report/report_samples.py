@@ -19,6 +19,7 @@ from harness.analysis.findings import (
     Reason,
     Verdict,
 )
+from harness.analysis.rule import DecisionRule
 from harness.runs.record import RunRecord
 
 STEPS = 300
@@ -176,7 +177,7 @@ def make_findings(*verdicts: Verdict, **fields: object) -> ModelFindings:
             policy="bf16",
             sentence=(
                 "Train char_gpt in bf16: over the first 300 steps its loss stays within the margin "
-                "of fp32 on both endpoints (worst +0.31 of the margin, 3 seeds)."
+                "of fp32 (at worst +0.31 margins, 3 seeds)."
             ),
             speed_basis="assumed, not measured",
             reasons=(
@@ -205,7 +206,7 @@ def make_findings(*verdicts: Verdict, **fields: object) -> ModelFindings:
             "switches": {"cuda.matmul": "ieee", "cudnn.conv": "ieee"},
         },
         "command": "python -m harness +sweep=precision workload=char_gpt",
-        "rule": {"alpha": 0.05, "margin": {"progress_share": 0.01, "loss_share": 0.02}},
+        "rule": DecisionRule().as_mapping(),
     }
     return ModelFindings(**{**values, **fields})  # type: ignore[arg-type]
 

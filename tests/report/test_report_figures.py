@@ -16,7 +16,7 @@ from report_samples import GRID, estimate, make_findings, make_verdict
 
 from harness.analysis.findings import Choice, ModelFindings, Ratio
 from harness.report.evidence import gather
-from harness.report.figures.canvas import Drawing, page_svg
+from harness.report.figures.canvas import WIDE, Drawing, page_svg, panels, step_axis
 from harness.report.figures.catalogue import draw_all
 from harness.report.style import REFERENCE, candidate_styles, policy_styles
 from harness.runs.record import RunRecord
@@ -148,6 +148,52 @@ def test_outliers_are_clipped_with_their_number(scaled: float) -> None:
     path = next(e for e in group if e.tag.endswith("path"))
     left, right = (float(x) for x in re.findall(r"[ML] ([\d.]+)", path.attrib["d"]))
     assert right - left > 10
+
+
+def _group(svg: str, gid: str) -> ElementTree.Element | None:
+    return next((e for e in ElementTree.fromstring(svg).iter() if e.attrib.get("id") == gid), None)
+
+
+def test_an_interval_beyond_the_panel_gives_its_end_and_its_seeds() -> None:
+    """The interval of (-0.2, 0.02, 0.16) nats ends at -22.9 and +15.0 margins of 0.02 nats."""
+    wide = estimate((-0.2, 0.02, 0.16), margin=0.02)
+    findings = make_findings(make_verdict(estimates={"train": wide, "held_out": wide}))
+    svg = _draw(findings, [])["decision"].svg["wide"]
+    assert svg.count("to +15.0") == 2  # in both panels
+    assert svg.count("to \N{MINUS SIGN}22.9") == 2
+    for side in (0, 1):
+        seeds = _group(svg, f"decision-wide-decision-seeds-0-{side}")
+        assert seeds is not None
+        assert len([e for e in seeds.iter() if e.tag.endswith("use")]) == 1
+    inside = make_findings(make_verdict())
+    svg = _draw(inside, [])["decision"].svg["wide"]
+    assert ">to " not in svg
+    assert _group(svg, "decision-wide-decision-seeds-0-0") is None
+
+
+def test_a_difference_is_whole_in_its_panel_or_marked_as_clipped() -> None:
+    """Six margins are shown whole, a hundred are clipped at the edge with their number."""
+    margins = {"bf16": 6, "bf16_pure": 100}
+    grid: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        **{name: {"offset": 0.02 * size} for name, size in margins.items()},
+    }
+    findings = make_findings(
+        *(make_verdict(name) for name in margins), num_steps=120, tail_start=80
+    )
+    svg = _draw(findings, make_grid(grid))["difference"].svg["wide"]
+    assert _group(svg, "difference-wide-difference-bf16-clipped") is None
+    assert _group(svg, "difference-wide-difference-bf16_pure-clipped") is not None
+    assert "clipped: goes on to +2" in svg
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 7, 300, 12345])
+def test_steps_on_an_axis_are_whole_numbers(num_steps: int) -> None:
+    _, (ax,) = panels(WIDE, rows=1, columns=1, row_height=100)
+    step_axis(ax, 0, num_steps, labels=4)
+    ticks = [float(t) for t in ax.get_xticks()]
+    assert ticks
+    assert all(t == round(t) for t in ticks)
 
 
 def test_nothing_at_all_draws_nothing() -> None:

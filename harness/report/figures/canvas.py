@@ -147,6 +147,18 @@ def panels(
     return figure, axes
 
 
+def step_axis(ax: Axes, first: float, last: float, *, labels: int = 7) -> None:
+    """Let the horizontal axis run over steps, which are counted in whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    ax.set_xlim(first, last)
+    # One number is enough: a run of one step has no second whole step inside the axis.
+    ax.xaxis.set_major_locator(
+        MaxNLocator(labels, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+    )
+    ax.set_xlabel("step")
+
+
 def legend_on_top(
     figure: Figure, size: Size, handles: Sequence[Any], labels: Sequence[str], *, per_row: int = 0
 ) -> None:

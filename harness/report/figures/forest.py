@@ -18,6 +18,7 @@ from harness.report.figures.canvas import (
     panels,
 )
 from harness.report.style import PolicyStyle
+from harness.report.templating import typeset
 from harness.report.text import (
     ENDPOINTS,
     candidates,
@@ -51,11 +52,12 @@ def forest(evidence: Evidence, styles: dict[str, PolicyStyle]) -> Drawing | None
         title="Paired loss difference, in units of the margin",
         caption=(
             f"Each row is one policy minus {reference}, averaged over the last steps and the seeds "
-            "(filled mark), with its interval; small rings are single seeds. A policy is accepted "
-            "when its interval ends left of the margin line in every panel, and rejected when one "
+            "(filled mark), with its interval; small rings are single seeds, small arrow heads "
+            "seeds beyond the panel. A policy is accepted when its interval ends left of the "
+            "margin line in every panel, and rejected when one "
             "lies wholly to the right of it. The control is FP32 from slightly perturbed initial "
             "weights: its row shows how far harmless noise carries. An arrow means that the row "
-            "goes on beyond the panel, to the number beside it."
+            "goes on beyond the panel, to the numbers beside it."
         ),
         alt=_alt(rows, shown),
         render=lambda size: _render(size, rows, shown, reference, styles),
@@ -173,17 +175,28 @@ def _row(
             zorder=4,
         )  # fmt: skip
         return
-    beyond = mean > limits[1]
-    edge = limits[1] if beyond else limits[0]
-    width = limits[1] - limits[0]
-    marker = ">" if beyond else "<"
+    side = 1 if mean > limits[1] else 0
+    _arrow(ax, position, limits, side, difference_text(estimate), style, gid)
+
+
+def _arrow(
+    ax: Axes,
+    position: int,
+    limits: tuple[float, float],
+    side: int,
+    text: str,
+    style: PolicyStyle,
+    gid: str,
+) -> None:
+    """Draw an arrow at the left (0) or right (1) edge and what lies beyond it as numbers."""
+    inwards = (0.035, -0.035)[side] * (limits[1] - limits[0])
     ax.plot(
-        [edge], [position], marker=marker, ms=9, color=style.colour, ls="", clip_on=False, gid=gid,
-        zorder=4,
+        [limits[side]], [position], marker="<>"[side], ms=9, color=style.colour, ls="",
+        clip_on=False, gid=gid, zorder=4,
     )  # fmt: skip
     ax.text(
-        edge + (-0.035 if beyond else 0.035) * width, position - 0.16, margins_text(mean),
-        ha="right" if beyond else "left", va="bottom", fontsize=10, color=INK,
+        limits[side] + inwards, position - 0.16, typeset(text), ha=("left", "right")[side],
+        va="bottom", fontsize=10, color=INK,
     )  # fmt: skip
 
 
@@ -209,10 +222,13 @@ def _interval(
     for end, inside in ((low, low >= limits[0]), (high, high <= limits[1])):
         if inside:
             ax.plot([end] * 2, [position - 0.13, position + 0.13], color=style.colour, lw=2.2)
+    mean = in_margins(estimate.mean_difference, estimate.margin)
+    if mean is None or not limits[0] <= mean <= limits[1]:
+        return  # the mean's own arrow carries the numbers
     if high > limits[1]:
-        ax.plot([limits[1]], [position], marker=">", ms=7, color=style.colour, ls="", clip_on=False)
+        _arrow(ax, position, limits, 1, f"to {margins_text(high)}", style, f"{gid}-high")
     if low < limits[0]:
-        ax.plot([limits[0]], [position], marker="<", ms=7, color=style.colour, ls="", clip_on=False)
+        _arrow(ax, position, limits, 0, f"to {margins_text(low)}", style, f"{gid}-low")
 
 
 def _seeds(
@@ -223,11 +239,23 @@ def _seeds(
     style: PolicyStyle,
 ) -> None:
     scaled = [in_margins(d, estimate.margin) for d in estimate.differences]
-    inside = [s for s in scaled if s is not None and limits[0] <= s <= limits[1]]
+    known = [s for s in scaled if s is not None and not math.isnan(s)]
+    inside = [s for s in known if limits[0] <= s <= limits[1]]
     ax.plot(
         inside, [position + 0.27] * len(inside), marker="o", ms=4, mfc="none", mew=1.1,
         color=style.colour, ls="",
     )  # fmt: skip
+    beyond = (sum(s < limits[0] for s in known), sum(s > limits[1] for s in known))
+    for side, count in enumerate(beyond):
+        if not count:
+            continue
+        # Side by side, so that the seeds beyond the edge can be counted.
+        step = (0.016, -0.016)[side] * (limits[1] - limits[0])
+        at = [limits[side] + k * step for k in range(count)]
+        ax.plot(
+            at, [position + 0.27] * count, marker="<>"[side], ms=4, mfc="none", mew=1.1,
+            color=style.colour, ls="", clip_on=False, gid=f"decision-seeds-{position}-{side}",
+        )  # fmt: skip
 
 
 def _note(ax: Axes, position: int, text: str) -> None:

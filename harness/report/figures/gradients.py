@@ -22,6 +22,7 @@ from harness.report.figures.canvas import (
     draw,
     legend_height,
     panels,
+    step_axis,
 )
 from harness.report.figures.losses import Styles, legend, plot_curve, scale_losses
 from harness.report.text import percent_text, significant
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 # Shares below this are drawn on the axis' lowest line, labelled 0: a logarithm has no zero.
 _SHARE_FLOOR = 1e-7
 _LOSSES = {
-    "gradients lost in FP16": ("grad_flushed_fp16", "grad_nonzero"),
-    "gradients lost in BF16": ("grad_flushed_bf16", "grad_nonzero"),
-    "BF16 updates lost": ("lost_update_bf16", "update_total"),
+    "gradients FP16 would flush": ("grad_flushed_fp16", "grad_nonzero"),
+    "gradients BF16 would flush": ("grad_flushed_bf16", "grad_nonzero"),
+    "updates BF16 would lose": ("lost_update_bf16", "update_total"),
 }
 
 
@@ -67,8 +68,7 @@ def _render_norms(
     for policy, curve in curves.items():
         plot_curve(ax, curve, styles[policy], gid=f"gradient-norm-{policy}")
     scale_losses(ax, list(curves.values()))
-    ax.set_xlim(0, evidence.num_steps)
-    ax.set_xlabel("step")
+    step_axis(ax, 0, evidence.num_steps)
     ax.set_ylabel("norm")
     legend(figure, size, list(curves), styles)
     return figure
@@ -94,7 +94,8 @@ def underflow(evidence: Evidence, styles: Styles) -> Drawing | None:
         caption=(
             "Share of the non-zero gradient elements that would become zero if the unscaled "
             "gradient were stored in the format, and share of the weight updates that a weight "
-            "stored in BF16 would round away. Logarithmic; the lowest line is exactly zero. A "
+            "stored in BF16 would round away: a what-if for all policies but those whose weights "
+            "are BF16. Logarithmic; the lowest line is exactly zero. A "
             "share that climbs while the learning rate decays is the sign of a run that will "
             "stall; loss scaling moves the first panel, FP32 weights avoid the last."
         ),
@@ -154,9 +155,7 @@ def _share_axis(ax: Axes, num_steps: int) -> None:
     ticks = {_SHARE_FLOOR: "0", 1e-6: "0.0001 %", 1e-4: "0.01 %", 1e-2: "1 %", 1.0: "100 %"}
     ax.set_yticks(list(ticks), list(ticks.values()))
     ax.minorticks_off()
-    ax.set_xlim(0, num_steps)
-    ax.locator_params(axis="x", nbins=4)
-    ax.set_xlabel("step")
+    step_axis(ax, 0, num_steps, labels=4)
 
 
 def exponents(evidence: Evidence, styles: Styles) -> Drawing | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.report.evidence import Curve, Evidence, series_curve
-from harness.report.figures.canvas import Drawing, Size, draw, legend_height, panels
+from harness.report.figures.canvas import Drawing, Size, draw, legend_height, panels, step_axis
 from harness.report.figures.losses import Styles, legend, plot_curve
 from harness.report.text import counted
 
@@ -67,9 +67,8 @@ def _render(
         )  # fmt: skip
     if all(np.nanmin(c.low) > 0 for c in curves.values() if np.isfinite(c.low).any()):
         ax.set_yscale("log", base=2)
-    ax.set_xlim(0, evidence.num_steps)
     ax.margins(y=0.25)
-    ax.set_xlabel("step")
+    step_axis(ax, 0, evidence.num_steps)
     ax.set_ylabel("scale")
     legend(figure, size, list(curves), styles)
     return figure

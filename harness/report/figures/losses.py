@@ -23,6 +23,7 @@ from harness.report.figures.canvas import (
     legend_height,
     legend_on_top,
     panels,
+    step_axis,
 )
 from harness.report.style import PolicyStyle
 from harness.report.text import counted, in_margins, margins_text, significant
@@ -36,6 +37,7 @@ _STOP_MARKERS = {"diverged": "x", "crashed": "X"}
 # A loss that falls by more than two decades hides its end on a linear axis.
 _LOG_DECADES = 2.0
 _MARGINS_SHOWN = 4.0
+_MARGINS_AT_MOST = 12.0
 
 
 def loss_curves(evidence: Evidence, styles: Styles) -> Drawing | None:
@@ -82,9 +84,8 @@ def _render_losses(
     for index, ax in enumerate(axes):
         for policy, curve in curves.items():
             plot_curve(ax, curve, styles[policy], gid=f"loss-{index}-{policy}")
-        ax.set_xlabel("step")
         ax.set_title("whole run" if index == 0 else "tail")
-    axes[0].set_xlim(0, evidence.num_steps)
+    step_axis(axes[0], 0, evidence.num_steps)
     axes[0].axvspan(tail, evidence.num_steps, color=MUTED, alpha=0.10, lw=0)
     scale_losses(axes[0], list(curves.values()))
     _zoom_to_tail(axes[1], evidence, curves)
@@ -95,7 +96,7 @@ def _render_losses(
 def _zoom_to_tail(ax: Axes, evidence: Evidence, curves: dict[str, Curve]) -> None:
     """Frame the tail around the reference: a policy far off must not flatten all the others."""
     tail, steps = evidence.findings.tail_start, evidence.num_steps
-    ax.set_xlim(tail, max(steps, tail + 1))
+    step_axis(ax, tail, max(steps, tail + 1))
     reference = curves.get(evidence.findings.reference_policy)
     chosen = [reference] if reference is not None else list(curves.values())
     values = np.concatenate([ends[c.steps >= tail] for c in chosen for ends in (c.low, c.high)])
@@ -124,7 +125,8 @@ def loss_differences(evidence: Evidence, styles: Styles) -> Drawing | None:
             f"Candidate minus {findings.reference_policy} on the same batches: mean over the seeds "
             "with the range of the seeds. The green band is plus and minus one margin, the grey "
             "band is what the noise-matched control does, the shaded end is the tail that is "
-            "tested. Look for a line that drifts out of both bands and stays out."
+            "tested. Look for a line that drifts out of both bands and stays out. Triangles at an "
+            "edge mark where a line goes on beyond the panel."
         ),
         alt=_difference_alt(evidence, curves, margins),
         render=lambda size: _render_differences(size, evidence, curves, margins, noise, styles),
@@ -164,11 +166,11 @@ def _render_differences(
         policy = list(curves)[index]
         _difference_panel(ax, evidence, policy, curves[policy], margins.get(policy), noise, styles)
         ax.set_ylim(-limit, limit)
-        _clipped_note(ax, curves[policy], limit, evidence.findings.tail_start)
+        _mark_clipping(ax, curves[policy], limit, policy, styles[policy])
         if index % columns:
             ax.tick_params(labelleft=False)
-        if index + columns >= len(curves):
-            ax.set_xlabel("step")
+        if index + columns < len(curves):
+            ax.set_xlabel("")
     axes[0].set_ylabel("loss difference")
     return figure
 
@@ -176,13 +178,21 @@ def _render_differences(
 def _difference_limit(
     evidence: Evidence, curves: dict[str, Curve], margins: dict[str, float]
 ) -> float:
-    """Show a few margins, or what the quieter half of the policies does; the rest is clipped."""
+    """Show every curve that stays within some margins; what goes further is clipped and marked."""
+    peaks = sorted(peak for c in curves.values() if (peak := _peak(c)) > 0)
     usable = [m for m in margins.values() if np.isfinite(m) and m > 0]
-    if usable:
-        return _MARGINS_SHOWN * max(usable)
-    late = [c.middle[np.isfinite(c.middle)] for c in curves.values()]
-    peaks = [float(np.abs(values).max()) for values in late if len(values)]
-    return 1.2 * float(np.median(peaks)) if peaks and np.median(peaks) > 0 else 1.0
+    if not usable:
+        return 1.2 * peaks[(len(peaks) - 1) // 2] if peaks else 1.0
+    margin = max(usable)
+    shown = [peak for peak in peaks if peak <= _MARGINS_AT_MOST * margin]
+    return max(_MARGINS_SHOWN * margin, 1.08 * max(shown, default=0.0))
+
+
+def _peak(curve: Curve) -> float:
+    """Return the largest size of the curve with its band; 0 where nothing is finite."""
+    values = np.concatenate([curve.low, curve.high])
+    values = values[np.isfinite(values)]
+    return float(np.abs(values).max()) if len(values) else 0.0
 
 
 def _difference_panel(
@@ -194,7 +204,7 @@ def _difference_panel(
     noise: list[Curve],
     styles: Styles,
 ) -> None:
-    ax.set_xlim(0, evidence.num_steps)
+    step_axis(ax, 0, evidence.num_steps, labels=4)
     ax.axvspan(evidence.findings.tail_start, evidence.num_steps, color=MUTED, alpha=0.10, lw=0)
     if margin is not None and np.isfinite(margin):
         ax.axhspan(-margin, margin, color=ACCEPT, alpha=0.13, lw=0)
@@ -202,21 +212,34 @@ def _difference_panel(
     for control in noise:
         ax.fill_between(control.steps, control.low, control.high, color=MUTED, alpha=0.30, lw=0)
     ax.axhline(0.0, color=INK, lw=0.8)
-    ax.locator_params(axis="x", nbins=4)
     plot_curve(ax, curve, styles[policy], gid=f"difference-{policy}")
     ax.set_title(policy, parse_math=False)
 
 
-def _clipped_note(ax: Axes, curve: Curve, limit: float, tail_start: int) -> None:
-    tail = curve.middle[curve.steps >= tail_start]
-    tail = tail[np.isfinite(tail)]
-    if not len(tail):
-        text = f"{len(curve.stops)} of {counted(curve.num_runs, 'run')} stopped"
-    elif abs(float(tail.mean())) > limit:
-        text = f"off the scale: {tail.mean():+.3g} in the tail"
-    else:
-        return
-    ax.text(0.97, 0.9, text, transform=ax.transAxes, ha="right", va="top", fontsize=9.5, color=INK)
+def _mark_clipping(ax: Axes, curve: Curve, limit: float, policy: str, style: PolicyStyle) -> None:
+    """Mark where the mean leaves the panel, with how far it goes; say if there is no mean left."""
+    finite = np.isfinite(curve.middle)
+    if not finite[-1]:
+        stopped = f"{len(curve.stops)} of {counted(curve.num_runs, 'run')} stopped"
+        _corner_note(ax, stopped, top=False)
+    for sign, marker, edge in ((1.0, "^", 0.985), (-1.0, "v", 0.015)):
+        beyond = finite & (sign * curve.middle > limit)
+        if not beyond.any():
+            continue
+        ax.plot(
+            curve.steps[beyond], np.full(beyond.sum(), edge), marker=marker, ms=4, ls="",
+            color=style.colour, transform=ax.get_xaxis_transform(), clip_on=False,
+            markevery=max(1, int(beyond.sum()) // 12), gid=f"difference-{policy}-clipped",
+        )  # fmt: skip
+        furthest = sign * float((sign * curve.middle[beyond]).max())
+        _corner_note(ax, f"clipped: goes on to {furthest:+.3g}", top=sign > 0)
+
+
+def _corner_note(ax: Axes, text: str, *, top: bool) -> None:
+    ax.text(
+        0.97, 0.9 if top else 0.1, text, transform=ax.transAxes, ha="right",
+        va="top" if top else "bottom", fontsize=9.5, color=INK,
+    )  # fmt: skip
 
 
 def plot_curve(ax: Axes, curve: Curve, style: PolicyStyle, *, gid: str) -> None:

@@ -1,0 +1,126 @@
+"""Plain words, a few each, for codes, diagnostics, margins and emulation."""
+
+from __future__ import annotations
+
+import re
+
+from harness.analysis.findings import Estimate, ModelFindings, Reason
+from harness.analysis.wording import margin_basis, number
+from harness.report.text import ENDPOINT_LABELS, ENDPOINTS, is_number
+
+# What decided, for a narrow column; the codes are in the pages and in `decision.json`.
+_REASONS = {
+    "NONINFERIOR": "inside the margin",
+    "INFERIOR_TRAIN": "training loss worse",
+    "INFERIOR_HELDOUT": "held-out loss worse",
+    "CI_SPANS_MARGIN": "seeds do not tell yet",
+    "TOO_FEW_SEEDS": "too few seeds",
+    "HOLM_NOT_MET": "not after Holm's correction",
+    "PAIRING_BROKEN": "runs are not pairs",
+    "REFERENCE_UNSTABLE": "FP32 itself unstable",
+    "REFERENCE_NOT_LEARNING": "FP32 learned too little",
+    "LOSS_LOGGED_LOW_PRECISION": "loss rounded to 16 bits",
+    "RUN_MISSING": "a run is missing",
+    "CRASHED": "crashed",
+    "NOT_EXPRESSIBLE": "torch cannot do it here",
+    "NONFINITE": "NaN or infinity",
+    "LOSS_SCALE_COLLAPSE": "loss scale collapsed",
+    "DIVERGED": "diverged",
+    "GROSS_DEGRADATION": "far worse in every seed",
+}
+# Cautions on the whole model; with its code each fits one line of 80 columns.
+_CAUTIONS = {
+    "HELDOUT_MISSING": "no held-out set, the training loss decides alone",
+    "HELDOUT_SMALL": "small held-out set, so a noisy endpoint",
+    "LOSS_NEAR_ZERO": "FP32's loss ends near zero, so the margin is tiny",
+    "TAIL_SHORT": "short run, so noisy endpoints",
+    "REFERENCE_NOT_FP32": "some ops of the FP32 runs compute in 16 bits",
+    "LR_FLOOR_NOT_TESTED": "the learning rate never decayed in this run",
+    "CHAOTIC_MODEL": "FP32 alone wanders by margins at this length",
+    "SEEDS_DROPPED": "FP32 failed in some seeds, they are left out",
+}
+_DIAGNOSTICS = {
+    "zero_grad_share": "gradient elements exactly zero",
+    "moved_weight_share": "weights that differ from their start",
+    "nonfinite_weights": "non-finite weights at the end",
+    "nonfinite_buffers": "non-finite buffer elements at the end",
+    "lost_update_share": "updates that BF16 weights would lose",
+    "flushed_share_fp16": "gradient elements FP16 would flush to zero without loss scaling",
+    "flushed_share_bf16": "gradient elements BF16 would flush to zero without loss scaling",
+    "skipped_steps": "steps the loss scaler skipped, per run",
+    "min_loss_scale": "smallest loss scale",
+    "final_loss_scale": "loss scale at the end",
+    "grad_norm_ratio": "gradient norm over the reference's, at the end",
+    "first_nonfinite_step": "first step with a non-finite loss",
+}
+
+
+def reason_phrase(reason: Reason) -> str:
+    """Return the reason in a few words; a code without such words as it is."""
+    return _REASONS.get(reason.code, reason.code)
+
+
+def caution_lines(findings: ModelFindings) -> tuple[str, ...]:
+    """Return one short line, with its code, for each caution on the whole model."""
+    first = {reason.code: reason for reason in reversed(findings.caveats)}
+    codes = dict.fromkeys(reason.code for reason in findings.caveats)
+    return tuple(f"{_CAUTIONS.get(c, first[c].message.rstrip('.'))} ({c})" for c in codes)
+
+
+def diagnostic_label(name: str, *, param_format: str) -> str:
+    """Return what a diagnostic counts.
+
+    "Would" marks what is worked out for a format that did not run; where the weights are stored
+    in BF16 the lost updates are observed.
+    """
+    if name == "lost_update_share" and param_format == "bf16":
+        return "updates that its BF16 weights lost (an FP32 weight: would lose)"
+    return _DIAGNOSTICS.get(name, name.replace("_", " "))
+
+
+def emulation_sentence(detail: str) -> str:
+    """Return what was emulated and what that leaves out, without the format's name in front."""
+    return re.sub(r"^\w+ emulated: ", "", detail).rstrip(".")
+
+
+def emulation_clause(detail: str) -> str:
+    """Return only what was emulated: the parts of the sentence that say what was computed how."""
+    parts = emulation_sentence(detail).split("; ")
+    told = [p for p in parts if "not modelled" not in p and not p.endswith("tensors throughout")]
+    return (told or parts)[0].removesuffix(", following CUDA autocast's lists")
+
+
+def emulated_policies(findings: ModelFindings) -> tuple[tuple[str, str], ...]:
+    """Return (policies, what was emulated) for the emulated candidates, equal ones together."""
+    clauses: dict[str, list[str]] = {}
+    for verdict in findings.verdicts:
+        for reason in verdict.reasons:
+            if reason.code == "EMULATED":
+                clauses.setdefault(emulation_clause(reason.message), []).append(verdict.policy)
+    return tuple((", ".join(policies), clause) for clause, policies in clauses.items())
+
+
+def margin_lines(findings: ModelFindings) -> tuple[str, ...]:
+    """Return the size of one margin and the term that set it; one line if the losses share it."""
+    texts: dict[str, list[str]] = {}
+    for endpoint in ENDPOINTS:
+        found = [v.estimates[endpoint] for v in findings.verdicts if endpoint in v.estimates]
+        usable = [e for e in found if is_number(e.margin) and e.margin > 0]
+        if usable:
+            text = _margin_text(usable[0], findings)
+            texts.setdefault(text, []).append(ENDPOINT_LABELS[endpoint])
+    if len(texts) == 1:
+        return (f"1 margin = {next(iter(texts))}.",)
+    return tuple(f"1 margin of {' and '.join(e)} = {text}." for text, e in texts.items())
+
+
+def own_margin_hint(findings: ModelFindings) -> str:
+    """Return how to set a margin of one's own; empty without estimates."""
+    endpoints = [e for e in ENDPOINTS if any(e in v.estimates for v in findings.verdicts)]
+    keys = [f"decision.margin_{e}=..." for e in endpoints]
+    return f"Your own margin: {' '.join(keys)} on the command line." if keys else ""
+
+
+def _margin_text(estimate: Estimate, findings: ModelFindings) -> str:
+    size = f"{number(estimate.margin)} {estimate.unit}"
+    return f"{size}: {margin_basis(estimate, findings.rule)}"
