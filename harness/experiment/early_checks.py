@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from harness.analysis.decision import DecisionRule
+from harness.analysis.rule import DecisionRule
 from harness.config import ConfigError, RunConfig
 from harness.experiment import manifest as manifests
 from harness.experiment.grid import Grid, axis_values
