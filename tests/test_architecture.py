@@ -30,7 +30,7 @@ ALLOWED = {
     "tracking": {"runs.record"},
     "progress": set(),
     "analysis": {"numerics", "precision.policy", "runs.record"},
-    "report": {"analysis", "numerics", "precision.policy", "runs.record"},
+    "report": {"analysis", "numerics", "precision.policy", "runs.notes", "runs.record"},
     # The command line and what it is made of see everything below.
     "cli": None,
     "config": None,

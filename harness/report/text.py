@@ -11,6 +11,7 @@ from typing import Any
 from harness.analysis.codes import CODES
 from harness.analysis.findings import Endpoint, Estimate, ModelFindings, Ratio, Reason, Verdict
 from harness.analysis.wording import multiple
+from harness.runs.notes import NOTE_CODES
 
 ENDPOINTS: tuple[Endpoint, ...] = ("train", "held_out")
 ENDPOINT_LABELS: dict[Endpoint, str] = {"train": "training loss", "held_out": "held-out loss"}
@@ -172,8 +173,9 @@ def used_codes(findings: ModelFindings) -> tuple[str, ...]:
 
 
 def code_explanations(codes: tuple[str, ...]) -> dict[str, str]:
-    """Return code -> paragraph for each code that has one."""
-    return {code: CODES[code] for code in codes if code in CODES}
+    """Return code -> paragraph: those of the analysis and those of the checks before it."""
+    explained = {**NOTE_CODES, **CODES}
+    return {code: explained[code] for code in codes if code in explained}
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

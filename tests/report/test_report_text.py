@@ -119,3 +119,8 @@ def test_flattened_nests_with_dots() -> None:
         ("e", "1, 2"),
         ("f", "{}"),
     ]
+
+
+def test_codes_of_the_early_checks_are_explained_too() -> None:
+    explained = text.code_explanations(("BATCHES_NOT_REPRODUCIBLE", "NONINFERIOR", "NO_SUCH_CODE"))
+    assert list(explained) == ["BATCHES_NOT_REPRODUCIBLE", "NONINFERIOR"]
