@@ -187,8 +187,9 @@ def _callable_members(name: str, module: nn.Module) -> Iterator[str]:
 
 def _closest(pattern: str, names: list[str]) -> str:
     wanted = pattern.removeprefix("re:")
-    components = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
-    close = difflib.get_close_matches(wanted, [*names, *components], n=3, cutoff=0.4)
+    components = {part for name in names for part in name.split(".") if not part.isdigit()}
+    # A top-level module is a name and a component: offered once.
+    close = difflib.get_close_matches(wanted, sorted({*names, *components}), n=3, cutoff=0.4)
     shown = close or names[:6]
     if not shown:
         return "the model has no named modules"

@@ -133,3 +133,10 @@ def test_the_head_of_a_loss_with_derivatives_of_the_model_is_found():
         return slope.square().mean()
 
     assert output_head(model, physics_residual) == OutputHead(module="head")
+
+
+def test_a_close_name_is_offered_once() -> None:
+    model = nn.Sequential()
+    model.add_module("head", nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"closest: head$"):
+        resolve(["haed"], model)
