@@ -71,10 +71,11 @@ class PolicyConf:
     description: str = ""
     compute_format: str = "fp32"
     param_format: str = "fp32"
-    fp32_ops: list[str] = field(default_factory=list)
-    fp32_modules: list[str] = field(default_factory=list)
-    fp32_selectors: list[str] = field(default_factory=list)
-    low_precision_ops: list[str] = field(default_factory=list)
+    # A list of names or a single one (`low_precision_ops: all`), which no schema can say.
+    fp32_ops: Any = field(default_factory=list)
+    fp32_modules: Any = field(default_factory=list)
+    fp32_selectors: Any = field(default_factory=list)
+    low_precision_ops: Any = field(default_factory=list)
     loss_scale: LossScaleConf = field(default_factory=LossScaleConf)
     perturbation: float = 0.0
     clip_before_unscale: bool = False

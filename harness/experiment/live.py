@@ -125,7 +125,7 @@ def _announce(plan: Plan, config: RunConfig) -> None:
     console.print(f"sweep {manifest.sweep_id}", markup=False)
     line("models", models)
     for name, sha256 in plan.data.items():
-        line("data", f"{name}: SHA-256 {sha256[:16]}...")
+        line("data", f"{name}: SHA-256 {sha256}")
     line("policies", ", ".join(marked))
     line("seeds", ", ".join(map(str, seeds)))
     reused = f", of which {finished} are finished and reused" if finished else ""

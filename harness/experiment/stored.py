@@ -13,7 +13,7 @@ from harness.experiment.early_checks import configured_store, decision_rule
 from harness.experiment.manifest import Manifest, PlannedRun
 from harness.runs.record import RunRecord
 from harness.tracking.location import Store, StoreUnreachable
-from harness.tracking.store import fetch_records
+from harness.tracking.store import fetch_records, known_sweeps
 
 
 def report_stored(config: RunConfig) -> int:
@@ -39,31 +39,33 @@ def _stored_sweep(config: RunConfig, store: Store | None) -> tuple[Manifest, lis
     try:
         manifest = manifests.read(config.output_dir, config.sweep_id)
     except ConfigError:
-        if store is None or config.sweep_id == manifests.LATEST:
-            raise
-        records = _fetched(store, config.sweep_id)
+        sweep_id, records = _fetched(store, config.sweep_id)
         if not records:
             raise
-        return _manifest_of(records, config), records
+        return _manifest_of(sweep_id, records, config), records
     records, troubles = load_records(manifest, config.output_dir)
     for line in troubles:
         print(f"warning: {line}", file=sys.stderr)
     return manifest, records
 
 
-def _fetched(store: Store, sweep_id: str) -> list[RunRecord]:
-    if store.sqlite_path is not None and not store.sqlite_path.exists():
-        return []
+def _fetched(store: Store | None, sweep_id: str) -> tuple[str, list[RunRecord]]:
+    """Return the sweep's name and its records as the store has them; none where it has none."""
+    if store is None or (store.sqlite_path is not None and not store.sqlite_path.exists()):
+        return sweep_id, []
     try:
-        return fetch_records(store, sweep_id=sweep_id)
-    except StoreUnreachable:
-        return []
+        if sweep_id == manifests.LATEST:
+            sweep_id = next(iter(known_sweeps(store)), sweep_id)
+        return sweep_id, fetch_records(store, sweep_id=sweep_id)
+    except StoreUnreachable as error:
+        print(f"warning: {error}", file=sys.stderr)
+        return sweep_id, []
 
 
-def _manifest_of(records: Sequence[RunRecord], config: RunConfig) -> Manifest:
+def _manifest_of(sweep_id: str, records: Sequence[RunRecord], config: RunConfig) -> Manifest:
     """Return a manifest for records that came without one: the grid is what is there."""
     return Manifest(
-        sweep_id=str(config.sweep_id),
+        sweep_id=sweep_id,
         sweep="from the tracking store",
         command="not known: the records were read from the tracking store",
         device=str(records[0].environment.get("device_kind", "cpu")),

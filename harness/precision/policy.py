@@ -152,12 +152,19 @@ class PrecisionPolicy:
             )
         values: dict[str, Any] = dict(data)
         for key in ("fp32_ops", "fp32_modules", "fp32_selectors", "low_precision_ops"):
-            value = values.get(key, ())
-            values[key] = (value,) if isinstance(value, str) else tuple(value)
+            values[key] = _names(key, values.get(key, ()))
         scale = values.get("loss_scale", {})
         if not isinstance(scale, LossScaleSettings):
             values["loss_scale"] = LossScaleSettings(**dict(scale))
         return cls(**values)
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    """Return one name or several as a tuple of names."""
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) and n for n in names):
+        raise ValueError(f"policy.{key}={value!r} is not allowed; allowed: a list of names")
+    return tuple(names)
 
 
 def _require(holds: bool, key: str, value: object, allowed: object) -> None:
