@@ -76,7 +76,8 @@ def analyze_model(
         command=command,
     )
     if failed is not None:
-        choice = Choice(policy=None, sentence=failed, speed_basis=ASSUMED)
+        sentence = f"No recommendation for {base.workload}: the FP32 runs are incomplete."
+        choice = Choice(policy=None, sentence=sentence, speed_basis=ASSUMED)
         return dataclasses.replace(base, failed=failed, choice=choice)
     fp32 = measure_reference(references, rule)
     setting = Setting(seeds=tuple(seeds), command=command, rule=rule)
@@ -97,7 +98,6 @@ def analyze_model(
             verdicts=verdicts,
             blocked=fp32.unstable_reason or fp32.not_learning_reason,
             num_steps=base.num_steps,
-            seeds=tuple(seeds),
             measured=not on_cpu and bool(timings),
         ),
         rule,

@@ -88,7 +88,7 @@ def _step0_loss_differs(c: Comparison, rule: DecisionRule) -> Reason | None:
     largest, seed = 0.0, None
     for pair in c.pairs:
         ours, theirs = _first_loss(pair.candidate), _first_loss(pair.reference)
-        if not theirs or not math.isfinite(ours):
+        if pair.fault is not None or not theirs or not math.isfinite(ours):
             continue
         if abs(ours / theirs - 1) > largest:
             largest, seed = abs(ours / theirs - 1), pair.seed
@@ -134,10 +134,11 @@ def _spikes_excess(c: Comparison, rule: DecisionRule) -> Reason | None:
         )
 
     ours, theirs = spikes(p.candidate for p in c.pairs), spikes(p.reference for p in c.pairs)
-    if not (ours > theirs + rule.spike_excess and ours > rule.spike_factor * theirs):
+    limit = max(theirs + rule.spike_excess, rule.spike_factor * theirs)
+    if not ours > limit:
         return None
     message = f"The loss spikes {ours} times over all seeds; FP32's {theirs} times."
-    return warning("SPIKES_EXCESS", message, float(ours), float(theirs + rule.spike_excess))
+    return warning("SPIKES_EXCESS", message, float(ours), float(limit))
 
 
 def _skips_excess(c: Comparison, rule: DecisionRule) -> Reason | None:

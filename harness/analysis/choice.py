@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from harness.analysis.fallbacks import fallback_reasons, rejection_reason
 from harness.analysis.findings import Choice, Reason, Verdict
 from harness.analysis.rule import DecisionRule
-from harness.analysis.wording import in_words, listing, seeds_text
+from harness.analysis.wording import ENDPOINT_NAMES, in_margins, in_words, listing, seeds_text
 
 MEASURED = "measured"
 ASSUMED = "assumed, not measured"
@@ -21,7 +21,7 @@ ASSUMED = "assumed, not measured"
 _ASSUMED_ORDER = {"bf16": 0, "bf16_fallback": 1, "fp16": 3, "tf32": 5, "fp32": 7}
 _FORMAT_ORDER = {"bf16": 2, "fp16": 4, "tf32": 6, "fp32": 8}
 # Wider first: what decides between speeds that are about equal.
-_WIDTH = {"fp32": 0, "tf32": 1, "bf16": 3, "fp16": 4}
+_WIDTH = {"fp32": 0, "tf32": 1, "bf16": 3, "fp16": 5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,6 @@ class ChoiceInput:
         verdicts: In grid order, the control included.
         blocked: The gate on the reference that forbids any recommendation, if one fired.
         num_steps: Length of the runs.
-        seeds: Seeds of the grid.
         measured: Whether step-time ratios of this machine may decide.
     """
 
@@ -43,37 +42,37 @@ class ChoiceInput:
     verdicts: tuple[Verdict, ...]
     blocked: Reason | None
     num_steps: int
-    seeds: tuple[int, ...]
     measured: bool
 
 
 def choose(given: ChoiceInput, rule: DecisionRule) -> Choice:
     """Return the recommendation.
 
-    Its policy is None only if the reference cannot judge, or fewer than `rule.min_pairs` seeds
-    leave nothing but undecided candidates; otherwise a policy, the reference if nothing else is
-    accepted or worth it.
+    Its policy is None only if the reference cannot judge, or fewer than `rule.min_pairs` pairs of
+    every candidate leave nothing but undecided ones; otherwise a policy, the reference if nothing
+    else is accepted or worth it.
     """
     basis = MEASURED if given.measured else ASSUMED
     candidates = [v for v in given.verdicts if not v.is_control]
     if given.blocked is not None:
         sentence = f"No recommendation for {given.workload}: {_lower_first(given.blocked.message)}"
         return Choice(policy=None, sentence=sentence, speed_basis=basis)
-    too_few = len(given.seeds) < rule.min_pairs
-    if candidates and too_few and all(v.outcome == "inconclusive" for v in candidates):
-        sentence = (
-            f"No recommendation for {given.workload} yet: {seeds_text(given.seeds)} can show a "
-            f"gross failure, and none occurred, but a verdict needs {rule.min_pairs} seeds."
+    if candidates and all(
+        v.outcome == "inconclusive" and len(v.seeds_used) < rule.min_pairs for v in candidates
+    ):
+        return Choice(
+            policy=None,
+            sentence=_too_few_sentence(given, candidates, rule),
+            speed_basis=basis,
+            reasons=_enough_seeds(candidates),
         )
-        reasons = _enough_seeds(candidates)
-        return Choice(policy=None, sentence=sentence, speed_basis=basis, reasons=reasons)
     eligible = [v for v in candidates if v.outcome == "accept" and _is_eligible(v)]
     ranked = _by_speed(eligible, given, rule) if given.measured else _by_format(eligible)
     reasons = _reasons(given, candidates, ranked, rule)
     if not ranked:
         return Choice(
             policy=given.reference,
-            sentence=_stay_sentence(given, candidates),
+            sentence=_stay_sentence(given, candidates, rule),
             speed_basis=basis,
             reasons=reasons,
         )
@@ -97,11 +96,12 @@ def _by_format(eligible: Sequence[Verdict]) -> list[Verdict]:
 def _by_speed(eligible: Sequence[Verdict], given: ChoiceInput, rule: DecisionRule) -> list[Verdict]:
     """Return the accepted candidates that are measurably faster than FP32, the choice first.
 
-    Score: speed-up times the share of the run left after the steps by which it lags. The best
-    score wins; among scores within `speed_tie` of it, the wider format. What departs from
-    autocast's lists comes last: it is chosen only where nothing else is left.
+    Score: speed-up times the share of the run left after the steps by which it lags; FP32 itself
+    has the score 1, so what scores no more is left out. The best score wins; among scores within
+    `speed_tie` of it, the wider format. What departs from autocast's lists comes last: it is
+    chosen only where nothing else is left.
     """
-    faster = [v for v in eligible if _is_faster(v, rule)]
+    faster = [v for v in eligible if _is_faster(v, rule) and _score(v, given) > 1]
     fast = sorted(faster, key=lambda v: (_departs_from_autocast(v), -_score(v, given)))
     if not fast:
         return []
@@ -120,7 +120,8 @@ def _is_faster(verdict: Verdict, rule: DecisionRule) -> bool:
 def _score(verdict: Verdict, given: ChoiceInput) -> float:
     assert verdict.step_time_ratio is not None
     lag = max(0.0, verdict.lag_steps or 0.0)
-    return (1 - lag / given.num_steps) / verdict.step_time_ratio.value
+    # FP32's slope may be next to nothing at the end of a run, and the lag longer than the run.
+    return max(0.0, 1 - lag / given.num_steps) / verdict.step_time_ratio.value
 
 
 def _width(verdict: Verdict) -> int:
@@ -153,29 +154,46 @@ def _departs_from_autocast(verdict: Verdict) -> bool:
 
 def _train_sentence(given: ChoiceInput, verdict: Verdict) -> str:
     bounds = {k: e for k, e in verdict.estimates.items() if e.ci_high is not None}
-    worst = max(bounds.values(), key=lambda e: (e.ci_high or 0.0) / e.margin)
-    both = len(bounds) > 1
-    loss = "training and held-out loss stay" if both else "training loss stays"
+    worst = max(bounds, key=lambda k: in_margins(bounds[k].ci_high, bounds[k].margin))
+    loss, note = "training and held-out loss stay", ""
+    if len(bounds) == 1:
+        loss = f"{ENDPOINT_NAMES[worst]} stays"
+        note = ", no held-out set" if worst == "train" else ", the training loss was not tested"
     sentence = (
         f"Train {given.workload} in {verdict.policy}: over the first {given.num_steps} steps its "
         f"{loss} within the margin of FP32 (at worst "
-        f"{in_words(worst.ci_high, worst.margin)}, {len(verdict.seeds_used)} seeds"
-        f"{'' if both else ', no held-out set'})"
+        f"{in_words(bounds[worst].ci_high, bounds[worst].margin)}, {len(verdict.seeds_used)} seeds"
+        f"{note})"
     )
     if given.measured and verdict.step_time_ratio is not None:
         sentence += f", and a step takes {verdict.step_time_ratio.value:.2f} of FP32's time"
     return f"{sentence}."
 
 
-def _stay_sentence(given: ChoiceInput, candidates: Sequence[Verdict]) -> str:
+def _too_few_sentence(given: ChoiceInput, candidates: Sequence[Verdict], rule: DecisionRule) -> str:
+    tested = [v for v in candidates if v.main_reason.kind != "gate"]
+    if not tested:
+        why = _lower_first(candidates[0].main_reason.message)
+        return f"No recommendation for {given.workload}: {why}"
+    seeds = sorted({seed for v in tested for seed in v.seeds_used})
+    return (
+        f"No recommendation for {given.workload} yet: {seeds_text(seeds)} can show a gross "
+        f"failure, and none occurred, but a verdict needs {rule.min_pairs} seeds."
+    )
+
+
+def _stay_sentence(given: ChoiceInput, candidates: Sequence[Verdict], rule: DecisionRule) -> str:
     if not candidates:
         return f"Stay in {given.reference} for {given.workload}: the grid has no candidate."
-    accepted = [v.policy for v in candidates if v.outcome == "accept" and _is_eligible(v)]
+    accepted = [v for v in candidates if v.outcome == "accept" and _is_eligible(v)]
     if accepted:
-        verb = "is" if len(accepted) == 1 else "are"
+        verb, which = ("is", "it is not") if len(accepted) == 1 else ("are", "none is")
+        why = f"{which} measurably faster here"
+        if any(_is_faster(v, rule) for v in accepted):
+            why = f"{which} fast enough here to make up for the steps by which it lags"
         return (
-            f"Stay in {given.reference} for {given.workload}: {listing(accepted)} {verb} accepted, "
-            "but none is measurably faster here."
+            f"Stay in {given.reference} for {given.workload}: "
+            f"{listing([v.policy for v in accepted])} {verb} accepted, but {why}."
         )
     parts = [
         f"{listing([v.policy for v in group])} {word}"
@@ -260,7 +278,9 @@ def _undecided_reasons(undecided: Sequence[Verdict], *, measured: bool) -> tuple
             )
             reasons.append(text)
         else:
-            reasons.append(f"{text}: {verdict.main_reason.message}")
+            # Where no seeds are named, what would settle it instead.
+            advice = [r.message for r in verdict.reasons if r.code == verdict.extra_seeds_reason]
+            reasons.append(" ".join([f"{text}: {verdict.main_reason.message}", *advice]))
     return tuple(reasons)
 
 

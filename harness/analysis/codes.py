@@ -55,7 +55,8 @@ CODES: dict[str, str] = {
     "LOSS_LOGGED_LOW_PRECISION": (
         "Every training loss is exactly a 16-bit value, so it was computed or returned in 16 bits "
         "and small differences are rounded away. Compute the loss in FP32 inside loss_fn "
-        "(logits.float()). With a held-out set the verdict rests on that set alone."
+        "(logits.float()). With a held-out set the verdict rests on that set alone, and the "
+        "training loss has no estimate."
     ),
     "RUN_MISSING": (
         "A run of this policy has not finished, for example because the sweep was interrupted. The "
@@ -205,7 +206,7 @@ CODES: dict[str, str] = {
         "the model and leave the precision to the policies."
     ),
     "LR_FLOOR_NOT_TESTED": (
-        "The learning rate did not decay inside the run. Low-precision weights stall first at low "
+        "The learning rate hardly decayed inside the run. Low-precision weights stall first at low "
         "rates, so include the decay to the final rate in the schedule of the tested run."
     ),
     "CHAOTIC_MODEL": (

@@ -197,10 +197,14 @@ def _measure(references: Sequence[RunRecord], endpoint: Endpoint, rule: Decision
 
 
 def _shares(gains: Sequence[float], starts: Sequence[float]) -> list[float]:
-    """Return each gain over the loss it started from; over their mean where a start is zero."""
+    """Return each gain over the loss it started from.
+
+    Over the mean start where one is zero; where all are, over the mean gain, as no share of the
+    start exists and any gain is large beside it.
+    """
     if all(start != 0 for start in starts):
         return [gain / abs(start) for gain, start in zip(gains, starts, strict=True)]
-    scale = float(np.mean(np.abs(starts))) or 1.0
+    scale = float(np.mean(np.abs(starts))) or float(np.mean(np.abs(gains))) or 1.0
     return [gain / scale for gain in gains]
 
 

@@ -64,10 +64,18 @@ def _pairing_broken(c: Comparison, rule: DecisionRule) -> Reason | None:
         return None
     message = (
         f"These runs are not pairs: {broken[0].fault} between FP32 and {c.policy.name} in "
-        f"{seeds_text([pair.seed for pair in broken])}. Draw every random number of build_model, "
-        "batches and held_out from a generator seeded with `seed`."
+        f"{seeds_text([pair.seed for pair in broken])}. {_pairing_advice(broken[0].fault)}"
     )
     return gate_reason("PAIRING_BROKEN", message, float(len(broken)), 0.0)
+
+
+def _pairing_advice(fault: str | None) -> str:
+    if fault is not None and "dropout" in fault:
+        return "Let the forward pass draw random numbers from torch's own generators alone."
+    return (
+        "Draw every random number of build_model, batches and held_out from a generator seeded "
+        "with `seed`."
+    )
 
 
 def _crashed(c: Comparison, rule: DecisionRule) -> Reason | None:
@@ -83,12 +91,13 @@ def _crashed(c: Comparison, rule: DecisionRule) -> Reason | None:
 
 
 def _nonfinite(c: Comparison, rule: DecisionRule) -> Reason | None:
-    found = [(p.seed, what) for p in c.pairs if (what := _first_nonfinite_of(p, c.policy))]
+    found = [(p, what) for p in c.pairs if (what := _first_nonfinite_of(p, c.policy))]
     if not found:
         return None
-    seed, what = found[0]
+    pair, what = found[0]
     share = f"; {len(found)} of {len(c.pairs)} seeds" if len(c.pairs) > 1 else ""
-    message = f"{what} (seed {seed}{share}); FP32 stays finite on the same data."
+    where = " on the same data" if pair.fault is None else ""
+    message = f"{what} (seed {pair.seed}{share}); FP32 stays finite{where}."
     return gate_reason("NONFINITE", message, float(len(found)), 0.0)
 
 
@@ -105,7 +114,8 @@ def _first_nonfinite_of(pair: Pair, policy: PrecisionPolicy) -> str | None:
     for steps, value in held_out_by_step(candidate).items():
         if not math.isfinite(value):
             return f"The held-out loss is not finite after {steps} steps"
-    if policy.loss_scale.kind == "none":
+    # Some optimizers drop non-finite gradients; what FP32 survives as well is no fault of a format.
+    if policy.loss_scale.kind == "none" and not any(reference.series.get("nonfinite_grad", ())):
         counts = candidate.series.get("nonfinite_grad", ())
         step = next((k for k, count in enumerate(counts) if not count == 0), None)
         if step is not None:

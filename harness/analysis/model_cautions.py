@@ -30,18 +30,21 @@ def control_caution(
 ) -> Reason | None:
     """Return CHAOTIC_MODEL if the noise-matched FP32 control is itself far off FP32."""
     for endpoint, e in estimates.items():
-        relative = in_margins(e.mean_difference, e.margin)
-        if abs(relative) > rule.control_margins:
+        size = abs(in_margins(e.mean_difference, e.margin))
+        if size > rule.control_margins:
             message = (
                 f"FP32 from slightly moved weights ({control}) differs from FP32 in "
                 f"{ENDPOINT_NAMES[endpoint]} by {in_words(e.mean_difference, e.margin)}: this "
                 "model is too chaotic for so few steps and seeds; trust no verdict near the margin."
             )
-            return warning("CHAOTIC_MODEL", message, relative, rule.control_margins)
+            return warning("CHAOTIC_MODEL", message, size, rule.control_margins)
     return None
 
 
 def _near_zero(endpoint: Endpoint, level: Level, rule: DecisionRule) -> Reason | None:
+    # A margin of one's own, or of what was learned alone, does not shrink with the loss.
+    if level.margin_term in ("user", "progress"):
+        return None
     limit = rule.near_zero_loss * level.progress
     if not (level.progress > 0 and 0 <= level.tail < limit):
         return None

@@ -113,11 +113,11 @@ def judge(
         not_learning=reference.not_learning_reason,
         rule=rule,
     )
-    tested = tested_estimates(comparison)
-    test = non_inferiority(tested, rule=rule)
+    estimates = comparison.estimates
+    test = non_inferiority(estimates, rule=rule)
     outcome = hits[0].outcome if hits else test.outcome
     undecided = not hits and outcome == "inconclusive"
-    ahead = forecast(tested, rule) if undecided else Forecast(extra_seeds=None)
+    ahead = forecast(estimates, rule) if undecided else Forecast(extra_seeds=None)
     is_control = comparison.policy.is_control
     failures = sum(hit.reason.code in _FAILURES for hit in hits)
     sound = [pair for pair in comparison.pairs if pair.fault is None]
@@ -131,7 +131,7 @@ def judge(
         *(() if is_control else candidate_caveats(comparison, num_failures=failures)),
         *extra_caveats,
     )
-    harms = {k: min_detectable_harm(e, rule) for k, e in tested.items()}
+    harms = {k: min_detectable_harm(e, rule) for k, e in estimates.items()}
     return Verdict(
         policy=comparison.policy.name,
         policy_content=comparison.policy.content(),
@@ -139,7 +139,7 @@ def judge(
         outcome=outcome,
         execution=_execution(comparison.runs),
         reasons=reasons,
-        estimates=dict(comparison.estimates),
+        estimates=dict(estimates),
         seeds_used=tuple(pair.seed for pair in sound),
         seeds_dropped=_dropped(comparison, reference),
         peak_memory_ratio=_memory_ratio(sound),
@@ -148,7 +148,7 @@ def judge(
         settle_command=None
         if ahead.extra_seeds is None or is_control
         else settle_command(setting.command, seeds=setting.seeds, extra=ahead.extra_seeds),
-        lean=lean_of(tested),
+        lean=lean_of(estimates),
         failure_rate_bound=statistics.failure_rate_bound(len(sound))
         if sound and not failures
         else None,
@@ -162,12 +162,18 @@ def judge(
 
 
 def adjust_for_multiplicity(verdicts: Sequence[Verdict], rule: DecisionRule) -> tuple[Verdict, ...]:
-    """Add Holm-adjusted p over the candidates; with `familywise` they bind acceptance."""
-    family = [k for k, v in enumerate(verdicts) if v.p_accept is not None and not v.is_control]
-    adjusted = statistics.holm([verdicts[k].p_accept or 0.0 for k in family])
+    """Add Holm-adjusted p over the candidates; with `familywise` they bind acceptance.
+
+    The family is every candidate of the grid: one that crashed or diverged has no p, which counts
+    as 1, so that a failure does not make it easier for the others.
+    """
+    family = [k for k, v in enumerate(verdicts) if not v.is_control]
+    values = [verdicts[k].p_accept for k in family]
+    adjusted = statistics.holm([1.0 if p is None else p for p in values])
     result = list(verdicts)
-    for k, p in zip(family, adjusted, strict=True):
-        result[k] = _with_holm(verdicts[k], p, rule)
+    for k, value, p in zip(family, values, adjusted, strict=True):
+        if value is not None:
+            result[k] = _with_holm(verdicts[k], p, rule)
     return tuple(result)
 
 
@@ -183,17 +189,6 @@ def holm_not_met(p: float, rule: DecisionRule) -> Reason:
     )
 
 
-def tested_estimates(comparison: Comparison) -> dict[Endpoint, Estimate]:
-    """Return the endpoints that the test looks at.
-
-    All, except the training loss where it was logged in 16 bits and a held-out loss exists.
-    """
-    estimates = dict(comparison.estimates)
-    if "held_out" in estimates and logged_in_low_precision(comparison) is not None:
-        del estimates["train"]
-    return estimates
-
-
 def _with_holm(verdict: Verdict, p: float, rule: DecisionRule) -> Verdict:
     verdict = dataclasses.replace(verdict, p_accept_holm=p)
     if not rule.familywise or verdict.outcome != "accept" or p <= rule.alpha:
@@ -206,8 +201,13 @@ def _with_holm(verdict: Verdict, p: float, rule: DecisionRule) -> Verdict:
 def _estimates(
     comparison: Comparison, levels: Mapping[Endpoint, Level], rule: DecisionRule
 ) -> dict[Endpoint, Estimate]:
+    """Return the estimate of each endpoint that there is to test.
+
+    A training loss that was logged in 16 bits is none where a held-out loss exists.
+    """
     sound = [pair for pair in comparison.pairs if pair.fault is None]
-    logged = "held_out" in levels and logged_in_low_precision(comparison) is not None
+    if "held_out" in levels and logged_in_low_precision(comparison) is not None:
+        levels = {endpoint: levels[endpoint] for endpoint in levels if endpoint != "train"}
     return {
         endpoint: estimate(
             tuple(paired_difference(p.candidate, p.reference, endpoint, rule) for p in sound),
@@ -216,7 +216,7 @@ def _estimates(
             margin_term=level.margin_term,
             progress=level.progress,
             reference_loss=level.tail,
-            num_endpoints=1 if logged else len(levels),
+            num_endpoints=len(levels),
             rule=rule,
         )
         for endpoint, level in levels.items()

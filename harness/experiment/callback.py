@@ -10,6 +10,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from harness.cli import COMMAND_VARIABLE, EXIT_USAGE, USER_ERRORS
+from harness.config import ConfigError
 from harness.error_text import one_line
 
 
@@ -40,9 +41,9 @@ class ExperimentCallback(Callback):
 
             self._live = LiveExperiment.prepare(
                 grid,
-                sweep=str(config.hydra.runtime.choices.get("sweep", "pair")),
+                sweep=sweep_name(str(config.hydra.runtime.choices.get("sweep", "pair"))),
                 command=os.environ.get(COMMAND_VARIABLE, "python -m harness"),
-                workers=int(config.hydra.launcher.get("n_jobs", 1)),
+                workers=num_workers(config.hydra.launcher.get("n_jobs", 1)),
             )
         except USER_ERRORS as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
@@ -61,6 +62,25 @@ class ExperimentCallback(Callback):
             raise SystemExit(_unexpected(error)) from error
         if code:
             raise SystemExit(code)
+
+
+def sweep_name(choice: str) -> str:
+    """Return a choice of the group `sweep` as part of a file's name: it may lie in a folder."""
+    return choice.replace("/", "-")
+
+
+def num_workers(n_jobs: int | None) -> int:
+    """Return how many runs joblib does at once: -1 stands for one per core.
+
+    Raises:
+        ConfigError: 0 has no meaning.
+    """
+    from joblib import effective_n_jobs
+
+    try:
+        return int(effective_n_jobs(n_jobs))
+    except ValueError:
+        raise ConfigError(f"hydra.launcher.n_jobs={n_jobs}: not 0; -1 is one per core") from None
 
 
 def _unexpected(error: Exception) -> int:

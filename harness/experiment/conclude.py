@@ -20,10 +20,8 @@ from harness.report.writer import write_index, write_report
 from harness.runs.record import RunRecord, read_record
 from harness.runs.timing import TimingRecord, read_timing
 
-NOT_TIMED = {
-    "cpu": "not measured: candidates that are emulated on a CPU have no step time of their own",
-    "cuda": "not measured: the timing stage was left out",
-}
+# What is emulated is not timed, and the analysis says so of each such candidate.
+NOT_TIMED = "not measured: the timing stage was left out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +108,7 @@ def _analyze(
         reference=manifest.reference,
         rule=rule,
         timings=step_time_ratios(timing),
-        speed_note=timing.note if timing is not None else NOT_TIMED[manifest.device],
+        speed_note=timing.note if timing is not None else NOT_TIMED,
         command=manifest.command,
         descriptions=manifest.descriptions,
     )

@@ -95,7 +95,8 @@ def run_key(config: RunConfig, workload: Workload, device: torch.device) -> str:
         "workload": workload.settings,
         "data_sha256": workload.data_sha256,
         "steps": num_steps(config, workload),
-        "train": asdict(config.train),
+        # The steps that count are resolved: the default given explicitly is the same run.
+        "train": {k: v for k, v in asdict(config.train).items() if k != "steps"},
         "probes": asdict(config.probes),
         "policy": PrecisionPolicy.from_mapping(config.policy).content(),
         "seed": config.seed,

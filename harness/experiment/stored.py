@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from harness.analysis.rule import DecisionRule
 from harness.config import ConfigError, RunConfig
 from harness.experiment import manifest as manifests
 from harness.experiment.conclude import conclude, load_records, show
@@ -19,18 +20,27 @@ from harness.tracking.store import fetch_records, known_sweeps
 def report_stored(config: RunConfig) -> int:
     """Analyze the stored runs of a sweep again, without training; return the exit code.
 
+    The rule is the sweep's own, changed by what this command sets.
+
     Raises:
         ConfigError: `sweep_id` is missing or unknown, or a setting is wrong.
     """
     if config.sweep_id is None:
         raise ConfigError("action=report needs sweep_id=NAME, or sweep_id=latest")
-    rule = decision_rule(config.decision)
+    decision_rule(config.decision)
     store = configured_store(config)
     manifest, records = _stored_sweep(config, store)
+    rule = _rule_of(manifest, config)
     conclusion = conclude(manifest, records, rule=rule, output_dir=config.output_dir)
     lines = make_owed_copies(store, config)
     show(conclusion, [*lines, *publish(conclusion, manifest, store)])
     return conclusion.exit_code
+
+
+def _rule_of(manifest: Manifest, config: RunConfig) -> DecisionRule:
+    defaults = DecisionRule().as_mapping()
+    changed = {k: v for k, v in config.decision.items() if v != defaults[k]}
+    return decision_rule({**manifest.decision, **changed})
 
 
 def _stored_sweep(config: RunConfig, store: Store | None) -> tuple[Manifest, list[RunRecord]]:
@@ -67,7 +77,7 @@ def _manifest_of(sweep_id: str, records: Sequence[RunRecord], config: RunConfig)
     return Manifest(
         sweep_id=sweep_id,
         sweep="from the tracking store",
-        command="not known: the records were read from the tracking store",
+        command="",  # not known, so none is shown and none is built upon
         device=str(records[0].environment.get("device_kind", "cpu")),
         reference=config.reference,
         runs=tuple(

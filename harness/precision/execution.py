@@ -95,6 +95,15 @@ class Execution:
     def _used(self) -> set[str] | None:
         return self._emulated_ops_used if self._has_run else None
 
+    def changed_switches(self) -> dict[str, str]:
+        """Return the switches that no longer have the value they were given, with what they are.
+
+        A workload's own code may set them (`torch.set_float32_matmul_precision`); then the run was
+        not what the policy says.
+        """
+        now = {name: str(SWITCHES[name].fp32_precision) for name in self.switches}
+        return {name: value for name, value in now.items() if value != self.switches[name]}
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Be the context around the loss of a training step; backward runs outside it."""
@@ -217,7 +226,7 @@ def _check(policy: PrecisionPolicy) -> None:
             f"policy.param_format={policy.param_format!r} is not allowed with "
             f"policy.compute_format={policy.compute_format!r}; allowed: fp32, or the same format"
         )
-    for field in ("fp32_ops", "low_precision_ops"):
+    for field in ("fp32_ops", "fp32_modules", "fp32_selectors", "low_precision_ops"):
         if policy.compute_format == "fp32" and getattr(policy, field):
             raise ValueError(
                 f"policy.{field}={list(getattr(policy, field))!r} has no effect with "
@@ -228,8 +237,8 @@ def _check(policy: PrecisionPolicy) -> None:
 def _region(execution: Execution, tf32_switches: bool) -> Region:
     if tf32_switches:
         return ieee_region(
-            lambda: _set_switches("ieee", _TF32_SWITCHES),
-            lambda: _set_switches("tf32", _TF32_SWITCHES),
+            lambda: str(SWITCHES[_TF32_SWITCHES[0]].fp32_precision),
+            lambda value: _set_switches(value, _TF32_SWITCHES),
         )
     return fp32_region(execution.device.type, execution._keeping_fp32)
 

@@ -22,6 +22,14 @@ PARAM_FORMATS: tuple[ParamFormat, ...] = ("fp32", "bf16", "fp16")
 LOSS_SCALE_KINDS: tuple[LossScaleKind, ...] = ("none", "static", "dynamic", "deepspeed")
 SELECTORS: tuple[Selector, ...] = ("normalization", "attention_scores", "output_head", "loss")
 
+_DYNAMIC = ("kind", "init_scale", "growth_factor", "backoff_factor", "growth_interval")
+_USED_BY_KIND: Mapping[LossScaleKind, tuple[str, ...]] = {
+    "none": ("kind",),
+    "static": ("kind", "init_scale"),
+    "dynamic": _DYNAMIC,
+    "deepspeed": (*_DYNAMIC, "hysteresis", "min_scale"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleSettings:
@@ -29,7 +37,8 @@ class LossScaleSettings:
 
     `dynamic` follows `torch.amp.GradScaler`: halve and skip the step on overflow, double after
     `growth_interval` clean steps. `deepspeed` adds `hysteresis` (that many overflows before the
-    scale falls) and `min_scale`, as DeepSpeed's dynamic scaler does.
+    scale falls) and `min_scale`, as DeepSpeed's dynamic scaler does. A field that the kind does not
+    use must keep its default.
     """
 
     kind: LossScaleKind = "none"
@@ -55,6 +64,13 @@ class LossScaleSettings:
         )
         _require(self.hysteresis >= 1, "loss_scale.hysteresis", self.hysteresis, ">= 1")
         _require(self.min_scale >= 0, "loss_scale.min_scale", self.min_scale, ">= 0")
+        for unused in dataclasses.fields(self):
+            value = getattr(self, unused.name)
+            if unused.name not in _USED_BY_KIND[self.kind] and value != unused.default:
+                raise ValueError(
+                    f"loss_scale.{unused.name}={value!r} has no effect with loss_scale.kind="
+                    f"{self.kind!r}; allowed: {unused.default!r}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +135,8 @@ class PrecisionPolicy:
     @property
     def is_reference(self) -> bool:
         """Whether this is plain FP32, what every candidate is compared with."""
-        return self.perturbation == 0 and self.computes_in_fp32
+        plain = self.loss_scale.kind == "none" and not self.clip_before_unscale
+        return self.perturbation == 0 and plain and self.computes_in_fp32
 
     @property
     def computes_in_fp32(self) -> bool:

@@ -6,6 +6,7 @@ dtypes. TF32 leaves no trace in a dtype, so there the region also says when back
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -68,28 +69,37 @@ def _to_fp32(value: Any) -> Any:
     return value
 
 
-def ieee_region(set_ieee: Callable[[], object], set_tf32: Callable[[], object]) -> Region:
+def ieee_region(read: Callable[[], str], write: Callable[[str], None]) -> Region:
     """Return the region that switches a device from TF32 to IEEE arithmetic, forward and backward.
 
     Autograd runs nodes from the last created to the first, so the nodes of a module run between
     those put at its outputs and those at its inputs. Where no input takes a gradient, IEEE
     arithmetic lasts until the backward pass ends, which errs on the safe side.
+
+    What was found is put back, not TF32: a region may lie inside another, and an evaluation in
+    IEEE arithmetic passes through it too.
+
+    Args:
+        read: Returns the device's switch, `ieee` or another value.
+        write: Sets it.
     """
 
-    def finish() -> None:
-        set_tf32()
-
     def enter() -> None:
-        set_ieee()
-        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        found = read()
+        if found != "ieee":
+            write("ieee")
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(functools.partial(write, found))
 
     def region(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = tree_map(_calling(set_tf32), (args, kwargs))
-        set_ieee()
+        found = read()
+        leave = functools.partial(write, found)
+        args, kwargs = tree_map(_calling(leave), (args, kwargs))
+        write("ieee")
         try:
             outputs = forward(*args, **kwargs)
         finally:
-            set_tf32()
+            leave()
         return tree_map(_calling(enter), outputs)
 
     return region

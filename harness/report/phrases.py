@@ -35,7 +35,7 @@ _CAUTIONS = {
     "LOSS_NEAR_ZERO": "FP32's loss ends near zero, so the margin is tiny",
     "TAIL_SHORT": "short run, so noisy endpoints",
     "REFERENCE_NOT_FP32": "some ops of the FP32 runs compute in 16 bits",
-    "LR_FLOOR_NOT_TESTED": "the learning rate never decayed in this run",
+    "LR_FLOOR_NOT_TESTED": "the learning rate hardly decayed in this run",
     "CHAOTIC_MODEL": "FP32 alone wanders by margins at this length",
     "SEEDS_DROPPED": "FP32 failed in some seeds, they are left out",
 }

@@ -180,5 +180,8 @@ def _why(findings: ModelFindings) -> list[Text]:
         if verdict.is_control or verdict.outcome == "accept" or reason is None:
             continue
         style = _STYLES[verdict.outcome]
-        lines.append(Text.assemble((f"{verdict.policy}: ", style), reason.message))
+        # Where no command settles it, what would instead.
+        advice = [r.message for r in verdict.reasons if r.code == verdict.extra_seeds_reason]
+        text = " ".join([reason.message, *advice])
+        lines.append(Text.assemble((f"{verdict.policy}: ", style), text))
     return lines

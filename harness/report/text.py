@@ -159,11 +159,10 @@ def shown_endpoints(findings: ModelFindings) -> tuple[Endpoint, ...]:
     return found or ENDPOINTS
 
 
-def endpoints_in_words(findings: ModelFindings) -> str:
-    """Return `training and held-out loss`, or the one of them that there is."""
-    endpoints = shown_endpoints(findings)
-    both = len(endpoints) == len(ENDPOINTS)
-    return "training and held-out loss" if both else ENDPOINT_LABELS[endpoints[0]]
+def endpoints_in_words(verdict: Verdict) -> str:
+    """Return `training and held-out loss`, or the one of them that the verdict rests on."""
+    both = len(verdict.estimates) != 1
+    return "training and held-out loss" if both else ENDPOINT_LABELS[next(iter(verdict.estimates))]
 
 
 def used_codes(findings: ModelFindings) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def _verdict_view(verdict: Verdict, findings: ModelFindings) -> VerdictView:
             for e in ENDPOINTS
             if (estimate := verdict.estimates.get(e)) is not None
         ),
-        notes=tuple(_notes(verdict, findings)),
+        notes=tuple(_notes(verdict)),
         diagnostics=tuple(
             (
                 diagnostic_label(name, param_format=param_format),
@@ -160,7 +160,7 @@ def _certainty(estimate: Estimate) -> str:
     )
 
 
-def _notes(verdict: Verdict, findings: ModelFindings) -> list[str]:
+def _notes(verdict: Verdict) -> list[str]:
     used = counted(len(verdict.seeds_used), "pair")
     notes = [f"Compared in {used} (seeds {', '.join(map(str, verdict.seeds_used)) or 'none'})."]
     if verdict.seeds_dropped:
@@ -169,7 +169,7 @@ def _notes(verdict: Verdict, findings: ModelFindings) -> list[str]:
         return notes
     if verdict.p_accept_holm is not None:
         notes.append(
-            f"p-value of the acceptance test over {endpoints_in_words(findings)}: "
+            f"p-value of the acceptance test over {endpoints_in_words(verdict)}: "
             f"{significant(verdict.p_accept, 2)}; {significant(verdict.p_accept_holm, 2)} after "
             "Holm's correction for all candidates."
         )

@@ -102,6 +102,15 @@ class SeparateStream:
         self._state = torch.default_generator.get_state()
 
 
+def ask_for_deterministic_cublas() -> None:
+    """Set the variable without which matmuls on a GPU may differ from run to run.
+
+    torch and cuBLAS read it once, at a process's first matmul: whatever computes before the runs
+    must call this before. A user's own value is left.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 @contextmanager
 def deterministic(num_threads: int, notes: set[str]) -> Iterator[None]:
     """Run with a fixed thread count and deterministic kernels where torch has them.
@@ -115,8 +124,7 @@ def deterministic(num_threads: int, notes: set[str]) -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filling: Any = torch.utils.deterministic
     fill = filling.fill_uninitialized_memory
-    # cuBLAS reads it when its first handle is made; without it matmuls on a GPU may differ.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    ask_for_deterministic_cublas()
     with warnings.catch_warnings():
         show = warnings.showwarning
         warnings.filterwarnings("always", message=r"(?s).*deterministic")
@@ -214,8 +222,11 @@ class Checksum:
         self._salt = 0
 
     def add(self, tensor: Tensor) -> None:
-        """Continue by a tensor on the weights' device: its shape, dtype and elements in order."""
-        tensor = tensor.detach()
+        """Continue by a tensor: its shape, dtype and elements in order.
+
+        One elsewhere (the lengths of a packed sequence stay on the CPU) is copied to the device.
+        """
+        tensor = tensor.detach().to(self._weights.device, non_blocking=True)
         self._salt = (self._salt * _GOLDEN + _salt(tensor.shape, tensor.dtype)) & _MASK
         for part in _dense_parts(tensor):
             flat = _as_words(part)

@@ -166,11 +166,23 @@ def _recurrent_kernel(op: Any, *, dropout_index: int) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         if args[dropout_index] > 0 and args[dropout_index + 1]:
-            with torch.backends.cudnn.flags(enabled=False):
+            with _without_cudnn():
                 return _composite(op, *args)
         return _composite(op, *args)
 
     return kernel
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Switch cuDNN off; `torch.backends.cudnn.flags` also touches TF32 by its old switch."""
+    switch: Any = torch.backends.cudnn
+    enabled = switch.enabled
+    switch.enabled = False
+    try:
+        yield
+    finally:
+        switch.enabled = enabled
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from harness import __version__
+from harness.precision.emulation import native_bf16_matmul
 
 
 def describe_environment(device: torch.device, *, num_threads: int | None) -> dict[str, Any]:
@@ -43,11 +44,10 @@ def describe_environment(device: torch.device, *, num_threads: int | None) -> di
 
 
 def bf16_is_native(device: torch.device) -> bool:
-    """Return whether the device computes in BF16 itself: Ampere or newer, or AVX-512 BF16."""
+    """Return whether the device computes in BF16 itself: Ampere or newer, AVX-512 BF16 or AMX."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(supported()) if supported is not None else False
+    return native_bf16_matmul()
 
 
 def _device_name(device: torch.device) -> str:

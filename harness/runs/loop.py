@@ -95,6 +95,8 @@ class TrainingRun:
             )
             start = cpu_copies(model)
             self._loop(model, first, batches, masks, device)
+            for name, value in self.execution.changed_switches().items():
+                self.notes.add(f"code of the workload set the backend switch {name} to {value}")
             self.final = final_state(model, start)
 
     def _batches(self, device: torch.device) -> Iterator[Any]:

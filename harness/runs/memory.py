@@ -17,6 +17,8 @@ class PeakMemory:
         self._device = device
         self._reset = False
         if device.type == "cuda":
+            # Before, the allocator has no statistics.
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.cuda.reset_peak_memory_stats(device)
         else:
             self._reset = _reset_high_water_mark()

@@ -5,7 +5,6 @@ Errors are for what would waste every run; what only weakens a verdict is a note
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +17,15 @@ from torch.optim import Optimizer
 
 from harness.precision.execution import applied
 from harness.precision.policy import PrecisionPolicy
-from harness.runs.determinism import tensors_sha256, weights_sha256
+from harness.runs.determinism import (
+    ask_for_deterministic_cublas,
+    tensors_sha256,
+    weights_sha256,
+)
 from harness.runs.loss_check import checked_loss, kind_of, sixteen_bit_format
 from harness.runs.notes import Note
 from harness.runs.preflight_evaluation import evaluate_once
+from harness.runs.step import needs_closure
 from harness.runs.workload_code import code_of
 from harness.workloads.base import Workload
 from harness.workloads.batches import iter_tensors, to_device
@@ -36,8 +40,8 @@ class PreflightReport:
     """What the three steps saw.
 
     Attributes:
-        step_seconds: Wall time of one FP32 step, without fetching the batch; the median of the
-            steps after the first.
+        step_seconds: Wall time of one FP32 step, without fetching the batch; the faster of the two
+            after the first.
         held_out_seconds: Time of one held-out evaluation (extrapolated if it is long); None
             without one.
         num_parameters: Elements of all parameters, tied ones once.
@@ -72,6 +76,7 @@ def check_workload(
         ValueError: Code of the workload raised (function and line are named), the loss is not a
             finite scalar with a gradient at step 0, or the batches end early. One line.
     """
+    ask_for_deterministic_cublas()
     with global_state_kept():
         notes = [Note(code="UNUSED_NAME", message=hint) for hint in getattr(workload, "hints", ())]
         notes += _check_batches(workload, seed=seed, steps=steps)
@@ -81,11 +86,17 @@ def check_workload(
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         with code_of(workload, f"moving the model to {device}"):
             model.to(device)
-        with applied(PrecisionPolicy(name="fp32"), model, device=device):
+        with applied(PrecisionPolicy(name="fp32"), model, device=device) as execution:
             losses, step_seconds = _train(workload, model, seed=seed, steps=steps, device=device)
             held_out_seconds, items, held_out_notes = evaluate_once(
                 workload, model, seed=seed, device=device
             )
+            for switch, value in execution.changed_switches().items():
+                raise ValueError(
+                    f"code of the workload sets the backend switch {switch} to {value} while it "
+                    "trains (torch.set_float32_matmul_precision, allow_tf32); leave that to the "
+                    "policies"
+                )
     if name := sixteen_bit_format(losses):
         message = f"loss_fn computes the loss in {name} even in FP32 runs, which hides differences"
         notes.append(Note(code="LOSS_LOGGED_LOW_PRECISION", message=message))
@@ -218,7 +229,7 @@ def _step(
         seen.append(checked.detach())
         return checked
 
-    if _needs_closure(optimizer):
+    if needs_closure(optimizer):
         with code_of(workload, "optimizer.step"):
             optimizer.step(forward_and_backward)  # type: ignore[arg-type]
     else:
@@ -226,9 +237,3 @@ def _step(
         with code_of(workload, "optimizer.step"):
             optimizer.step()
     return seen[0]
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    parameters = inspect.signature(optimizer.step).parameters
-    closure = parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty

@@ -98,7 +98,7 @@ class TrainingStep:
         self._scaler = None
         if self._scale is not None:
             self._scaler = torch.amp.GradScaler(self._device.type, init_scale=self._scale.scale)
-        self._needs_closure = _needs_closure(optimizer)
+        self._needs_closure = needs_closure(optimizer)
         if self._needs_closure and self._scaler is not None:
             raise NotExpressibleError(
                 f"{type(optimizer).__name__} evaluates the loss several times per step through a "
@@ -267,6 +267,7 @@ def _learning_rate(optimizer: Optimizer) -> float:
     return math.nan if rate is None else float(rate)
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's step must be given a closure, as L-BFGS' must."""
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -134,7 +135,7 @@ class _Stage:
                     self._model,
                     device=self._device,
                     backend=self._settings.backend,
-                    trace_forward=lambda: self._workload.loss_fn(self._model, self._batches[0]),
+                    trace_forward=lambda: self._workload.loss_fn(self._model, self._copies()[0]),
                 ) as execution,
             ):
                 optimizer = self._workload.make_optimizer(self._model)
@@ -161,13 +162,17 @@ class _Stage:
 
     def _time(self, step: TrainingStep) -> float:
         started = 0.0
-        for i, batch in enumerate(self._batches):
+        for i, batch in enumerate(self._copies()):
             if i == self._warmup:
                 self._wait()
                 started = time.perf_counter()
             step.run(batch, step=i, observer=None)
         self._wait()
         return (time.perf_counter() - started) / self._timed
+
+    def _copies(self) -> list[Any]:
+        """Return the batches anew: a loss may change them in place."""
+        return [to_device(batch, self._device) for batch in self._batches]
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

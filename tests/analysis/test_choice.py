@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -116,7 +117,13 @@ def test_on_a_gpu_the_measured_speed_decides(analysis: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "ratio", [Ratio(value=0.97, ci_low=0.93, ci_high=1.01), Ratio(value=0.5), None]
+    "ratio",
+    [
+        Ratio(value=0.97, ci_low=0.93, ci_high=1.01),
+        Ratio(value=0.97, ci_low=0.95, ci_high=0.99),  # faster, but not by 2 %
+        Ratio(value=0.5),
+        None,
+    ],
 )
 def test_on_a_gpu_a_gain_that_was_not_shown_is_none(analysis: Any, ratio: Ratio | None) -> None:
     timings = {"fp16": Ratio(value=1.2, ci_low=1.1, ci_high=1.3)}
@@ -255,3 +262,84 @@ def test_sentences_read_as_sentences(analysis: Any) -> None:
             assert "nan" not in text.lower()
             assert "  " not in text
         assert choice.sentence.endswith(".")
+
+
+def on_a_gpu(offset: float, slope: float) -> list[Any]:
+    """Return FP32 and BF16 that fall from 4 to 1.5 and then by `slope` a step, BF16 a bit above."""
+    line = [4.0 - 0.05 * min(step, 50) - slope * max(0, step - 50) for step in range(120)]
+    return [
+        with_series(r, loss=[x + (offset if r.policy == "bf16" else 0.0) for x in line])
+        for r in make_grid({"fp32": {}, "bf16": {}}, device_kind="cuda")
+    ]
+
+
+def test_a_lag_longer_than_the_run_leaves_fp32(analysis: Any) -> None:
+    """FP32's loss hardly falls at the end, so a tiny difference is thousands of steps."""
+    timings = {"bf16": Ratio(value=0.6, ci_low=0.59, ci_high=0.61)}
+    findings = analysis.findings(on_a_gpu(0.004, 1e-6), timings=timings)
+    (verdict,) = findings.verdicts
+    assert (verdict.outcome, (verdict.lag_steps or 0) > 120) == ("accept", True)
+    assert findings.choice.policy == "fp32"
+    assert (
+        "not fast enough here to make up for the steps by which it lags" in findings.choice.sentence
+    )
+
+
+@pytest.mark.parametrize(("ratio", "chosen"), [(0.95, "fp32"), (0.85, "bf16")])
+def test_fp32_competes_with_a_score_of_one(analysis: Any, ratio: float, chosen: str) -> None:
+    """A lag of 12 of 120 steps costs a tenth of the speed-up: 0.9 / 0.95 < 1 < 0.9 / 0.85."""
+    timings = {"bf16": Ratio(value=ratio, ci_low=ratio - 0.01, ci_high=ratio + 0.01)}
+    findings = analysis.findings(on_a_gpu(0.012, 0.001), timings=timings)
+    assert findings.verdicts[0].lag_steps == pytest.approx(12.0)
+    assert findings.choice.policy == chosen
+
+
+def test_too_few_pairs_are_too_few_seeds_whatever_the_grid(analysis: Any) -> None:
+    """Of three seeds FP32 lost one: two pairs remain, and no test is possible."""
+    records = [
+        diverged(r) if (r.policy, r.seed) == ("fp32", 1) else r for r in grid("bf16", "fp16")
+    ]
+    choice = analysis.findings(records).choice
+    assert choice.policy is None
+    assert "seeds 0 and 2 can show a gross failure" in choice.sentence
+    assert "seed=0,1,2,3" in choice.reasons[0]
+
+
+def test_a_broken_pair_is_not_blamed_on_too_few_seeds(analysis: Any) -> None:
+    records = [
+        dataclasses.replace(
+            r, fingerprints=dataclasses.replace(r.fingerprints, init_sha256="other")
+        )
+        if r.policy == "bf16"
+        else r
+        for r in grid("bf16", seeds=(0,))
+    ]
+    choice = analysis.findings(records, seeds=(0,)).choice
+    assert choice.policy is None
+    assert "these runs are not pairs" in choice.sentence
+    assert "none occurred" not in choice.sentence
+    assert choice.reasons == ()
+
+
+def test_an_undecided_candidate_that_leans_to_rejection_is_not_advertised(analysis: Any) -> None:
+    """1.3 margins on average, from 0 to 2.4: more seeds would rather reject it."""
+    shifts = (0.0, 0.03, 0.048)
+    records = [
+        with_series(r, loss=[x + shifts[r.seed] for x in r.series["loss"]])
+        if r.policy == "bf16"
+        else r
+        for r in grid("bf16", "fp16")
+    ]
+    findings = analysis.findings(records)
+    (bf16,) = [v for v in findings.verdicts if v.policy == "bf16"]
+    assert (bf16.outcome, bf16.lean) == ("inconclusive", "unacceptable")
+    assert not any("bf16 is undecided" in reason for reason in findings.choice.reasons)
+
+
+def test_what_no_seeds_settle_says_what_would(analysis: Any) -> None:
+    seeds = range(8)
+    records = make_grid({"fp32": {}, "bf16": {"luck": 0.03, "offset": 0.006}}, seeds)
+    findings = analysis.findings(records, seeds=seeds)
+    assert findings.verdicts[0].extra_seeds_reason == "UNRESOLVABLE_AT_NMAX"
+    (told,) = [r for r in findings.choice.reasons if r.startswith("bf16 is undecided")]
+    assert "a larger held-out set" in told

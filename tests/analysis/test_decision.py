@@ -186,6 +186,7 @@ def test_holm_binds_only_when_asked(analysis: Any) -> None:
     records = shifted(make_grid(["fp32", *names], held_out=False))
     free = analysis.findings(records)
     assert free.choice.policy == "bf16"
+    assert any(r.startswith("Adjusted for the number of") for r in free.choice.reasons)
     chosen = free.verdicts[0]
     assert chosen.p_accept is not None
     assert chosen.p_accept < 0.05 < (chosen.p_accept_holm or 0)
@@ -246,3 +247,15 @@ def test_seeds_that_differ_in_scale_can_all_have_learned(analysis: Any) -> None:
         for r in make_grid(["fp32", "bf16"], held_out=False, floor=0.4)
     ]
     assert analysis.verdict(records).outcome == "accept"
+
+
+def test_a_candidate_that_failed_still_counts_in_holms_family(analysis: Any) -> None:
+    """Which candidates survive is seen after the fact, so the family is the grid's."""
+    records = make_grid({name: SPEC[name] for name in ("fp32", "fp32_twin", "bf16", "fp16")})
+    records = [r for r in records if r.policy != "fp16"]
+    (alone,) = [v for v in analysis.findings(records).verdicts if v.policy == "bf16"]
+    assert alone.p_accept_holm == alone.p_accept
+    failed = [diverged(r) for r in make_grid({"fp16": {}})]
+    crowded = {v.policy: v for v in analysis.findings([*records, *failed]).verdicts}
+    assert crowded["bf16"].p_accept_holm == pytest.approx(2 * (alone.p_accept or 0.0))
+    assert crowded["fp16"].p_accept_holm is None

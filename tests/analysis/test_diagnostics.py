@@ -82,6 +82,24 @@ def test_each_warning_lights_up_and_decides_nothing(
     assert code not in analysis.codes(analysis.verdict(benign, policy, rule=rule))
 
 
+def test_a_trend_needs_three_seeds_that_agree(analysis: Any) -> None:
+    def warned(slopes: tuple[float, ...]) -> bool:
+        ramp = np.maximum(0, np.arange(120) - 60)
+        records = [
+            with_series(r, loss=[float(x) for x in r.series["loss"] + slopes[r.seed] * ramp])
+            if r.policy == "bf16"
+            else r
+            for r in make_grid(["fp32", "bf16"], range(len(slopes)))
+        ]
+        verdict = analysis.verdict(records, seeds=range(len(slopes)))
+        return "TREND_WORSENING" in analysis.codes(verdict)
+
+    assert warned((6e-4, 6.1e-4, 6.2e-4))
+    assert not warned((6e-4, 6.1e-4))
+    # The same mean, but one seed makes it: p is 0.23.
+    assert not warned((-2e-4, 2e-4, 18.3e-4))
+
+
 def test_underflow_is_a_matter_of_the_reference_and_of_the_missing_scaler(analysis: Any) -> None:
     spec = {"fp32": {}, "fp16_unscaled": {"luck": 1e-4}, "fp16": {"luck": 1e-4}}
     records = [sampled(grad_flushed_fp16=4000.0)(r) for r in make_grid(spec)]
@@ -93,6 +111,8 @@ def test_underflow_is_a_matter_of_the_reference_and_of_the_missing_scaler(analys
 def test_better_than_fp32_and_disagreeing_endpoints_are_said(analysis: Any) -> None:
     better = make_grid({"fp32": {}, "bf16": {"offset": -0.1, "luck": 1e-4}})
     assert "BETTER_THAN_REFERENCE" in analysis.codes(analysis.verdict(better))
+    two = analysis.verdict([r for r in better if r.seed < 2], seeds=(0, 1))
+    assert "BETTER_THAN_REFERENCE" not in analysis.codes(two)
     split = make_grid({"fp32": {}, "bf16": {"offset": -0.03, "held_out_offset": 0.03}})
     assert "ENDPOINTS_DISAGREE" in analysis.codes(analysis.verdict(split))
 
@@ -100,7 +120,8 @@ def test_better_than_fp32_and_disagreeing_endpoints_are_said(analysis: Any) -> N
 def test_chaos_is_measured_against_the_seed_spread(analysis: Any) -> None:
     """FP32's seed sd is 0.0056 here; differences that spread by 0.01 are as wide as that."""
     spec = {"fp32": {}, "bf16": {}}
-    for spread, expected in ((0.01, True), (0.001, False)):
+    # Two unpaired runs differ by sqrt(2) sds: 0.0045 lies between 0.7 sd and 0.7 * sqrt(2) sd.
+    for spread, expected in ((0.01, True), (0.0045, False), (0.001, False)):
         records = [
             with_series(r, loss=[x + spread * (r.seed - 1) for x in r.series["loss"]])
             if r.policy == "bf16"
@@ -123,11 +144,48 @@ def test_model_level_cautions(analysis: Any) -> None:
     assert "TAIL_SHORT" in model_codes(analysis, make_grid(benign, num_steps=60))
     constant = [with_series(r, learning_rate=(1e-3,) * 120) for r in make_grid(benign)]
     assert "LR_FLOOR_NOT_TESTED" in model_codes(analysis, constant)
+    for last, told in ((6e-4, True), (4e-4, False)):
+        stepped = (1e-3,) * 60 + (last,) * 60
+        decayed = [with_series(r, learning_rate=stepped) for r in make_grid(benign)]
+        assert ("LR_FLOOR_NOT_TESTED" in model_codes(analysis, decayed)) is told
     own = {"linear": {"bf16": 1, "fp32": 3}}
     lowered = [dataclasses.replace(r, audit=own) for r in make_grid(benign)]
     assert "REFERENCE_NOT_FP32" in model_codes(analysis, lowered)
-    wild = make_grid({**benign, "fp32_twin": {"offset": 0.5}})
-    assert "CHAOTIC_MODEL" in model_codes(analysis, wild)
+    wild = make_grid({**benign, "fp32_twin": {"offset": -0.5}})
+    (chaos,) = [c for c in analysis.findings(wild).caveats if c.code == "CHAOTIC_MODEL"]
+    assert chaos.value > chaos.threshold  # a size: the sign stands in the message
+
+
+def test_a_margin_that_does_not_shrink_with_the_loss_gets_no_warning(analysis: Any) -> None:
+    """A margin of one's own, and losses that can be negative and so have no natural zero."""
+    benign = {"fp32": {}, "bf16": {"luck": 1e-4}}
+    near_zero = make_grid(benign, floor=0.01, noise=0.0)
+    own = DecisionRule(margin_train=0.1, margin_held_out=0.1)
+    assert "LOSS_NEAR_ZERO" not in model_codes(analysis, near_zero, rule=own)
+    signed = [
+        with_series(r, loss=[*r.series["loss"][:-1], -0.01])
+        for r in make_grid(benign, floor=0.01, noise=0.0, held_out=False)
+    ]
+    assert "LOSS_NEAR_ZERO" not in model_codes(analysis, signed)
+
+
+def test_the_threshold_of_spikes_is_the_one_that_was_passed(analysis: Any) -> None:
+    """FP32 spikes 2 times a seed, so 6: both 6 + 3 and 3 * 6 must be passed."""
+
+    def spikes(record: RunRecord, count: int) -> RunRecord:
+        losses = list(record.series["loss"])
+        for step in range(40, 40 + 4 * count, 4):
+            losses[step] += 3.0
+        return with_series(record, loss=losses)
+
+    rule = DecisionRule(margin_train=5.0, margin_held_out=5.0)
+    for ours, warned in ((6, False), (7, True)):
+        grid = make_grid(["fp32", "bf16"])
+        records = [spikes(r, 2 if r.policy == "fp32" else ours) for r in grid]
+        found = [
+            r for r in analysis.verdict(records, rule=rule).reasons if r.code == "SPIKES_EXCESS"
+        ]
+        assert [(r.value, r.threshold) for r in found] == ([(21.0, 18.0)] if warned else [])
 
 
 def test_diagnostics_are_means_over_seeds_of_both_sides() -> None:

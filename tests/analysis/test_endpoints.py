@@ -15,6 +15,7 @@ from harness.analysis.endpoints import (
     head_loss,
     measure_levels,
     paired_difference,
+    tail_evaluations,
     tail_start,
     train_tail,
 )
@@ -30,6 +31,11 @@ def references(**keywords: object) -> list[RunRecord]:
 @pytest.mark.parametrize(("steps", "start"), [(300, 200), (100, 66), (1, 0), (2, 1)])
 def test_tail_is_the_last_third(steps: int, start: int) -> None:
     assert tail_start(steps, RULE) == start
+
+
+def test_the_evaluation_before_training_is_never_in_the_tail() -> None:
+    assert tail_evaluations(make_record("fp32", num_steps=1), RULE) == (1,)
+    assert tail_evaluations(make_record("fp32"), RULE) == (88, 96, 104, 112, 120)
 
 
 def test_differences_are_tail_means_of_both_endpoints() -> None:
@@ -88,7 +94,7 @@ def test_seed_sd_needs_one_held_out_set_for_all_seeds() -> None:
     prints = dataclasses.replace(runs[1].fingerprints, held_out_sha256="e" * 64)
     runs[1] = dataclasses.replace(runs[1], fingerprints=prints)
     assert measure_levels(runs, RULE)["train"].sigma is None
-    assert measure_levels(runs[:2], RULE)["train"].sigma is None
+    assert measure_levels(references(seed_sd=0.2)[:2], RULE)["train"].sigma is None
 
 
 CASES: list[tuple[dict[str, float], str, Callable[[float, float, float], float]]] = [

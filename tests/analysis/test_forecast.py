@@ -11,6 +11,7 @@ from factories import make_grid, with_series
 from harness.analysis.decision import DecisionRule, estimate, non_inferiority
 from harness.analysis.findings import Endpoint, Estimate
 from harness.analysis.forecast import forecast, lean_of, min_detectable_harm, settle_command
+from harness.analysis.statistics import pairs_needed
 
 RULE = DecisionRule()
 
@@ -112,3 +113,35 @@ def test_an_undecided_verdict_prints_the_command(analysis: Any) -> None:
     seeds = ",".join(map(str, range(3 + verdict.extra_seeds)))
     assert verdict.settle_command == f"python -m harness +sweep=precision seed={seeds}"
     assert analysis.verdict(make_grid(["fp32", "bf16"])).settle_command is None
+
+
+def test_acceptance_waits_for_the_slowest_endpoint() -> None:
+    """The train mean is nearer to its margin, the held-out spread is what costs seeds."""
+    (near,) = estimates_of((0.49, 0.5, 0.51)).values()
+    (wide,) = estimates_of((-0.6, 0.1, 0.8)).values()
+    both: dict[Endpoint, Estimate] = {"train": near, "held_out": wide}
+    assert forecast({"train": near}, RULE).extra_seeds == 1
+    assert forecast(both, RULE) == forecast({"train": wide}, RULE)
+    assert (forecast(both, RULE).extra_seeds or 0) > 1
+
+
+def test_rejection_is_forecast_at_its_own_level() -> None:
+    """Of two endpoints each is rejected at 2.5 %, which takes more pairs than 5 %."""
+    differences = (1.3, 2.0, 2.4)
+    e = estimate(
+        differences,
+        unit="nats",
+        margin=1.0,
+        margin_term="progress",
+        progress=100.0,
+        reference_loss=2.0,
+        num_endpoints=2,
+        rule=RULE,
+    )
+    numbers = {"distance": 0.9, "num_pairs": 3, "power": 0.8, "limit": 50}
+    sd = float(np.std(differences, ddof=1))
+    at_half, at_whole = (pairs_needed(sd=sd, alpha=a, **numbers) for a in (0.025, 0.05))
+    assert at_half is not None
+    assert at_whole is not None
+    assert at_half > at_whole
+    assert forecast({"train": e}, RULE).extra_seeds == at_half - 3

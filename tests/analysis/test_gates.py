@@ -239,6 +239,64 @@ def test_a_reference_that_relapses_is_unstable(analysis: Any) -> None:
     assert analysis.verdict(records).main_reason.code == "REFERENCE_UNSTABLE"
 
 
+def flat_then(record: RunRecord, level: float, *, start: float = 4.0) -> RunRecord:
+    """Return the record with its loss falling to 2 within 20 steps and at `level` from step 60."""
+    fall = np.maximum(2.0, start - 0.1 * np.arange(120))
+    fall[60:] = level
+    return with_series(record, loss=[float(x) for x in fall])
+
+
+@pytest.mark.parametrize(("level", "diverges"), [(2.515, False), (2.6, True)])
+def test_a_hair_beyond_the_bound_is_no_divergence(
+    analysis: Any, level: float, diverges: bool
+) -> None:
+    """The bound is a quarter of what was learned, 2.5. FP32 ends just below it; a candidate just
+    above it is 1.5 margins (of 0.02) worse, one at 2.6 is 6 margins worse.
+    """
+    records = [
+        flat_then(r, level if (r.policy, r.seed) == ("bf16", 1) else 2.485)
+        for r in make_grid(["fp32", "bf16"])
+    ]
+    assert ("DIVERGED" in analysis.codes(analysis.verdict(records))) is diverges
+
+
+def test_a_loss_scale_of_one_has_not_collapsed(analysis: Any) -> None:
+    records = planted(lambda r: replaced(r, "loss_scale", 50, 120, 1.0), policy="fp16")
+    assert analysis.verdict(records, "fp16").outcome == "accept"
+
+
+def test_a_gate_and_a_test_that_agree_are_both_said(analysis: Any) -> None:
+    verdict = analysis.verdict(planted(shifted(0.5), in_seeds=EVERY))
+    assert analysis.codes(verdict)[:2] == ["GROSS_DEGRADATION", "INFERIOR_TRAIN"]
+
+
+def test_a_reference_that_climbs_above_its_start_is_unstable(analysis: Any) -> None:
+    climb = [4.0 + 0.01 * step for step in range(120)]
+    records = [with_series(r, loss=climb) for r in make_grid(["fp32", "bf16"])]
+    assert analysis.verdict(records).main_reason.code == "REFERENCE_UNSTABLE"
+
+
+def test_a_reference_that_loses_next_to_nothing_is_not_unstable(analysis: Any) -> None:
+    """A dip by 5 % of the loss and back is noise; the run has not learned, which is said."""
+    dip = [4.0] * 20 + [3.8] * 40 + [3.99] * 60
+    records = [
+        with_series(r, loss=dip) for r in make_grid(["fp32", "bf16"], held_out=False, start=4.0)
+    ]
+    assert analysis.verdict(records).main_reason.code == "REFERENCE_NOT_LEARNING"
+
+
+def test_learning_must_stand_out_from_its_spread_over_seeds(analysis: Any) -> None:
+    """Shares of 5 %, 60 % and 2 %: a mean of 22 % with a standard error of 19 %."""
+    records = [
+        make_record(policy, seed, floor=floor, seed_sd=0.0)
+        for policy in ("fp32", "bf16")
+        for seed, floor in enumerate((3.8, 1.6, 3.92))
+    ]
+    reason = analysis.verdict(records).main_reason
+    assert reason.code == "REFERENCE_NOT_LEARNING"
+    assert "not beyond its spread over seeds" in reason.message
+
+
 def test_a_noisy_reference_is_not_called_unstable(analysis: Any) -> None:
     """Step noise as large as what was learned: fine-tuning with small batches looks like that."""
     records = make_grid({"fp32": {}, "bf16": {}}, start=3.0, floor=2.0, noise=1.0)
@@ -317,3 +375,65 @@ def test_records_of_one_run_twice_are_refused(analysis: Any) -> None:
     records = [*make_grid(["fp32", "bf16"]), make_record("bf16", 0)]
     with pytest.raises(ValueError, match="two records of policy 'bf16' and seed 0"):
         analysis.findings(records)
+
+
+def test_gradients_that_fp32_survives_as_well_are_not_held_against_a_candidate(
+    analysis: Any,
+) -> None:
+    """An optimizer that drops non-finite gradients lets both runs go on."""
+    records = planted(lambda r: replaced(r, "nonfinite_grad", 5, 6, 3.0))
+    assert analysis.verdict(records).main_reason.code == "NONFINITE"
+    both = [replaced(r, "nonfinite_grad", 5, 6, 3.0) if r.policy == "fp32" else r for r in records]
+    verdict = analysis.verdict(both)
+    assert (verdict.outcome, "NONFINITE" in analysis.codes(verdict)) == ("accept", False)
+
+
+def test_what_is_no_pair_is_not_said_to_have_equal_weights_or_data(analysis: Any) -> None:
+    records = planted(lambda r: reseeded(replaced(r, "loss", 0, 1, 1.2 * r.series["loss"][0])))
+    assert "STEP0_LOSS_DIFFERS" not in analysis.codes(analysis.verdict(records))
+    broken = analysis.verdict(planted(lambda r: reseeded(diverged(r))))
+    (reason,) = [r for r in broken.reasons if r.code == "NONFINITE"]
+    assert reason.message.endswith("FP32 stays finite.")
+    whole = analysis.verdict(planted(diverged)).main_reason.message
+    assert whole.endswith("FP32 stays finite on the same data.")
+
+
+def test_masks_that_differ_have_an_advice_of_their_own(analysis: Any) -> None:
+    def masked(record: RunRecord) -> RunRecord:
+        prints = dataclasses.replace(record.fingerprints, dropout=(1,) * record.num_steps)
+        return dataclasses.replace(record, fingerprints=prints)
+
+    message = analysis.verdict(planted(masked)).main_reason.message
+    assert "the dropout masks of step 0 differ" in message
+    assert "torch's own generators" in message
+    assert "build_model" not in message
+
+
+def test_a_training_loss_in_16_bits_is_no_endpoint(analysis: Any) -> None:
+    """It would span five margins; the held-out loss decides, and no sentence claims more."""
+
+    def coarse(record: RunRecord) -> RunRecord:
+        record = shifted(0.05 * (record.seed - 1) + 0.02)(record)
+        return dataclasses.replace(record, loss_on_16bit_grid="bf16")
+
+    findings = analysis.findings(planted(coarse, in_seeds=EVERY))
+    (verdict,) = findings.verdicts
+    assert verdict.outcome == "accept"
+    assert set(verdict.estimates) == {"held_out"}
+    assert "its held-out loss stays within the margin" in findings.choice.sentence
+    assert "the training loss was not tested" in findings.choice.sentence
+    # Nor can it reject, however gross the difference looks.
+    gross = planted(
+        lambda r: dataclasses.replace(shifted(0.5)(r), loss_on_16bit_grid="bf16"), in_seeds=EVERY
+    )
+    assert analysis.verdict(gross).outcome == "accept"
+
+
+def test_a_figure_that_starts_at_zero_can_be_learned(analysis: Any) -> None:
+    """Minus an accuracy, whatever its scale: any gain is large beside a start of 0."""
+    for scale in (1.0, 1e-6):
+        records = [
+            with_held_out(r, lambda h, s=scale, k=r.seed: (0.0, *(-s * (1 + 0.01 * k),) * 5))
+            for r in make_grid({"fp32": {}, "bf16": {"luck": 0.001}}, held_out_unit="own units")
+        ]
+        assert analysis.verdict(records).outcome == "accept"

@@ -59,6 +59,8 @@ def test_a_run_that_ended_early_is_compared_over_its_steps() -> None:
 def test_the_unfinished_step_of_a_crash_is_not_compared() -> None:
     assert pairing_fault(crashed(CANDIDATE, at_step=3), REFERENCE) is None
     assert pairing_fault(with_prints(crashed(CANDIDATE), init_sha256=""), REFERENCE) is None
+    # It may not have got as far as its held-out set.
+    assert pairing_fault(with_prints(crashed(CANDIDATE), held_out_sha256=None), REFERENCE) is None
 
 
 def test_seeds_are_never_crossed() -> None:

@@ -97,6 +97,8 @@ def test_pairs_needed_is_the_first_number_that_is_enough() -> None:
 
     assert needed is not None
     assert width(needed) <= 1.0 < width(needed - 1)
+    # Pairs that are there already did not settle it.
+    assert statistics.pairs_needed(num_pairs=needed, **arguments) == needed + 1
     assert statistics.pairs_needed(num_pairs=3, **{**arguments, "distance": 0.0}) is None
     assert statistics.pairs_needed(num_pairs=3, **{**arguments, "sd": math.nan}) is None
 

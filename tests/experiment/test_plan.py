@@ -76,6 +76,7 @@ def test_what_changes_numbers_changes_the_key(changes, workload):
         {"throughput": ThroughputConf(phase=False)},
         {"tracking": TrackingConf(enabled=False)},
         {"decision": {"alpha": 0.01}},
+        {"train": TrainConf(steps=300)},  # the workload's own default
     ],
 )
 def test_what_does_not_change_numbers_keeps_the_key(changes, workload):

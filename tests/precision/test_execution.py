@@ -302,6 +302,8 @@ def test_policies_nest():
         ({"fp32_modules": ["nrm"]}, "policy.fp32_modules: 'nrm' matches no module"),
         ({"param_format": "fp16"}, "policy.param_format='fp16' is not allowed"),
         ({"compute_format": "fp32", "fp32_ops": ["sum"]}, "policy.fp32_ops=.* has no effect"),
+        ({"compute_format": "fp32", "fp32_modules": ["norm"]}, "fp32_modules=.* has no effect"),
+        ({"compute_format": "fp32", "fp32_selectors": ["loss"]}, "fp32_selectors=.* has no effect"),
     ],
 )
 def test_a_policy_that_cannot_be_applied_is_refused(fields, message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.precision.policy import PrecisionPolicy
+from harness.precision.policy import LossScaleSettings, PrecisionPolicy
 
 
 def test_one_name_and_a_list_of_one_are_the_same_policy():
@@ -44,3 +44,21 @@ def test_roles_follow_from_content():
     assert twin.is_control
     assert not twin.is_reference
     assert not PrecisionPolicy(name="low", compute_format="bf16").computes_in_fp32
+    scaled = PrecisionPolicy(name="scaled", loss_scale=LossScaleSettings(kind="dynamic"))
+    assert not scaled.is_reference
+    assert not scaled.is_control
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("none", "init_scale", 1024.0),
+        ("static", "growth_interval", 10),
+        ("dynamic", "hysteresis", 2),
+        ("dynamic", "min_scale", 1.0),
+    ],
+)
+def test_a_field_that_the_kind_of_loss_scaling_does_not_use_is_refused(kind, field, value):
+    with pytest.raises(ValueError, match=rf"loss_scale\.{field}=.* has no effect .*'{kind}'"):
+        LossScaleSettings(kind=kind, **{field: value})
+    assert getattr(LossScaleSettings(kind="deepspeed", **{field: value}), field) == value

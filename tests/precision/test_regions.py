@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -34,7 +35,7 @@ def test_ieee_region_covers_forward_and_backward_of_its_module_only():
         seen[name] = state[0]
 
     net = nn.Sequential(*(Layer(name, log) for name in "abc"))
-    region = ieee_region(lambda: state.__setitem__(0, "ieee"), lambda: state.__setitem__(0, "tf32"))
+    region = ieee_region(lambda: state[0], lambda value: state.__setitem__(0, value))
     with in_region(net, ["1"], region):
         net(torch.ones(2)).sum().backward()
     expected = {"a": "tf32", "b": "ieee", "c": "tf32"}
@@ -48,10 +49,46 @@ def test_ieee_region_covers_forward_and_backward_of_its_module_only():
 def test_ieee_region_ends_with_backward_where_no_input_takes_a_gradient():
     state = ["tf32"]
     net = nn.Sequential(Layer("a", lambda name: None))
-    region = ieee_region(lambda: state.__setitem__(0, "ieee"), lambda: state.__setitem__(0, "tf32"))
+    region = ieee_region(lambda: state[0], lambda value: state.__setitem__(0, value))
     with in_region(net, ["0"], region):
         net(torch.ones(2)).sum().backward()
     assert state == ["tf32"]
+
+
+def test_ieee_regions_nest():
+    """The rest of the outer module after the inner one, in both passes, and what comes after."""
+    state, seen = ["tf32"], {}
+
+    def log(name):
+        seen[name] = state[0]
+
+    inside = nn.Sequential(*(Layer(name, log) for name in "bcd"))
+    net = nn.Sequential(Layer("a", log), inside, Layer("e", log))
+    region = ieee_region(lambda: state[0], lambda value: state.__setitem__(0, value))
+    with in_region(net, ["1", "1.1"], region):
+        for _ in range(2):  # the second pass starts from what the first has left
+            net(torch.ones(2)).sum().backward()
+            assert state == ["tf32"]
+            assert {name[0]: switch for name, switch in seen.items()} == {
+                "a": "tf32", "b": "ieee", "c": "ieee", "d": "ieee", "e": "tf32",
+            }  # fmt: skip
+            assert len(seen) == 10
+
+
+@pytest.mark.parametrize("found", ["ieee", "tf32"])
+def test_an_ieee_region_leaves_the_switch_as_it_found_it(found):
+    """A held-out evaluation switches to IEEE and then runs the model through its regions."""
+    state, seen = [found], {}
+
+    def log(name):
+        seen[name] = state[0]
+
+    net = nn.Sequential(*(Layer(name, log) for name in "ab"))
+    region = ieee_region(lambda: state[0], lambda value: state.__setitem__(0, value))
+    with in_region(net, ["0"], region):
+        net(torch.ones(2)).sum().backward()
+    assert seen["a forward"] == seen["a backward"] == "ieee"
+    assert seen["b forward"] == seen["b backward"] == state[0] == found
 
 
 class Nested(nn.Module):

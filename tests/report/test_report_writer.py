@@ -405,3 +405,10 @@ def test_two_models_do_not_share_state(folder: Path) -> None:
     findings = realistic_findings(records, "digits_convnet")
     paths = write_report(findings, records, folder)
     assert "digits_convnet" in paths.html.read_text()
+
+
+def test_a_model_without_verdicts_has_no_empty_table(tmp_path: Path) -> None:
+    findings = make_findings(failed="The reference fp32 crashed (seed 1): planted.")
+    page = write_report(findings, [], tmp_path).markdown.read_text(encoding="utf-8")
+    assert "There is no verdict on any policy." in page
+    assert "| policy | verdict |" not in page

@@ -170,3 +170,16 @@ def test_output_is_ascii_where_the_stream_is(written: Any) -> None:
     print_findings(written.findings, Console(file=stream, width=80), report_path=_PATH)
     stream.flush()
     assert b"bf16_pure" in raw.getvalue()
+
+
+def test_what_no_seeds_settle_says_what_would() -> None:
+    reasons = (
+        Reason(code="CI_SPANS_MARGIN", message="The seeds do not tell."),
+        Reason(code="UNRESOLVABLE_AT_NMAX", message="A longer run would."),
+    )
+    verdict = make_verdict(
+        "bf16", "inconclusive", reasons=reasons, extra_seeds_reason="UNRESOLVABLE_AT_NMAX"
+    )
+    assert "bf16: The seeds do not tell. A longer run would.\n" in _printed(
+        make_findings(verdict), 100
+    )

@@ -1,5 +1,6 @@
 """Preflight: planted faults in a user's file are each one clear line before anything is trained."""
 
+import os
 import random
 import warnings
 
@@ -30,6 +31,8 @@ def loss_fn(model, batch):
 def make_optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 """
+
+SWITCH = "torch.backends.cuda.matmul.fp32_precision = 'tf32'"
 
 
 @pytest.fixture
@@ -215,6 +218,25 @@ def test_one_step_run_is_enough(check):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert check(steps=1).step_seconds > 0
+
+
+def test_code_that_sets_the_precision_switches_while_training_is_an_error(check):
+    with pytest.raises(ValueError, match=r"cuda\.matmul to tf32 .* leave that to the policies"):
+        check(("return model(batch)", f"{SWITCH}; return model(batch)"))
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        check(added=f"{SWITCH}\n")  # at import, where most people write it, it is overridden
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_cublas_is_told_to_be_deterministic_before_anything_computes(check, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    check()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    check()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 def test_builtin_workload_has_no_notes():

@@ -110,3 +110,16 @@ def test_the_stage_asks_for_the_batches_of_a_run() -> None:
     for steps in (300, 1):
         measure_step_times(workload, [FP32], settings(steps), reference="fp32", **counts)
     assert asked == [300, 2]
+
+
+def test_a_loss_that_changes_its_batch_in_place_is_timed_on_the_batch_as_it_came() -> None:
+    seen: list[float] = []
+
+    def centred(model, batch):
+        seen.append(float(batch[0].mean()))
+        return torch.nn.functional.cross_entropy(model(batch[0].sub_(1.0)), batch[1])
+
+    counts = {"blocks": 3, "steps_per_block": 1, "warmup_steps": 0}
+    measure_step_times(TinyWorkload(loss=centred), [FP32], settings(1), reference="fp32", **counts)
+    assert len(seen) == 3
+    assert len(set(seen)) == 1

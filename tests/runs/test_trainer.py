@@ -424,6 +424,20 @@ def test_loss_computed_in_16_bits_is_found() -> None:
     assert run(steps=20).loss_on_16bit_grid is None
 
 
+def test_a_precision_switch_set_by_the_workload_is_noted() -> None:
+    """The reference would compute in TF32 on a GPU while its record says IEEE."""
+
+    def switching(model: nn.Module, batch: Any) -> torch.Tensor:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        return cross_entropy(model, batch)
+
+    record = run(TinyWorkload(loss=switching, held_out_batches=0))
+    assert record.environment["backend_switches"]["cuda.matmul"] == "ieee"
+    notes = [event["message"] for event in record.events if event["kind"] == "note"]
+    assert notes == ["code of the workload set the backend switch cuda.matmul to tf32"]
+    assert not run(TinyWorkload(held_out_batches=0)).events
+
+
 def test_progress_arrives_and_ends_at_the_last_step() -> None:
     seen: list[Progress] = []
     train(TinyWorkload(), FP32, settings(30), run_key="k", environment={}, on_progress=seen.append)
