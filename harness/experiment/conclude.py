@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -32,16 +33,18 @@ class Conclusion:
         findings: One per model.
         reports: Model name -> folder of its report.
         index: The page over all models.
+        failures: Model name -> why it has no findings: its analysis or report raised.
     """
 
     findings: tuple[ModelFindings, ...]
     reports: dict[str, Path]
     index: Path
+    failures: dict[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
-        """0 when every model has its verdicts, 1 when a reference is missing or crashed."""
-        return 1 if any(f.failed for f in self.findings) else 0
+        """0 when every model has its verdicts; 1 when a reference or an analysis failed."""
+        return 1 if self.failures or any(f.failed for f in self.findings) else 0
 
 
 def load_records(manifest: Manifest, output_dir: Path) -> tuple[list[RunRecord], list[str]]:
@@ -74,21 +77,32 @@ def conclude(
         output_dir: Where the timing records lie.
         reports: Where to write; by default `reports/<sweep_id>` below `output_dir`.
     """
-    root = reports or output_dir / "reports" / manifest.sweep_id
+    root = reports or output_dir / "reports" / safe_name(manifest.sweep_id)
     by_key = {record.run_key: record for record in records}
-    findings, folders = [], {}
+    findings: list[ModelFindings] = []
+    folders: dict[str, Path] = {}
+    failures: dict[str, str] = {}
     for model in manifest.models:
         own = [
             by_key[run.run_key]
             for run in manifest.runs
             if run.workload == model and run.run_key in by_key
         ]
-        result = _analyze(manifest, model, own, rule=rule, output_dir=output_dir)
         folder = root / safe_name(model)
-        write_report(result, own, folder)
+        try:
+            result = _analyze(manifest, model, own, rule=rule, output_dir=output_dir)
+            write_report(result, own, folder)
+        except Exception as error:  # noqa: BLE001 - one model's fault must not cost the others
+            failures[model] = f"{type(error).__name__}: {error}"
+            continue
         findings.append(result)
         folders[model] = folder
-    return Conclusion(findings=tuple(findings), reports=folders, index=write_index(findings, root))
+    return Conclusion(
+        findings=tuple(findings),
+        reports=folders,
+        index=write_index(findings, root),
+        failures=failures,
+    )
 
 
 def _analyze(
@@ -125,7 +139,7 @@ def _analyze(
 
 def timing_folder(output_dir: Path, sweep_id: str, model: str) -> Path:
     """Return where the timing stage of one model keeps its record."""
-    return output_dir / "runs" / "timing" / sweep_id / safe_name(model)
+    return output_dir / "runs" / "timing" / safe_name(sweep_id) / safe_name(model)
 
 
 def step_time_ratios(timing: TimingRecord | None) -> dict[str, Ratio]:
@@ -144,6 +158,8 @@ def show(conclusion: Conclusion, lines: Sequence[str]) -> None:
     for findings in conclusion.findings:
         path = conclusion.reports[findings.workload] / "report.html"
         print_findings(findings, console, report_path=path)
+    for model, why in conclusion.failures.items():
+        print(f"error: {model} could not be analyzed or reported: {why}", file=sys.stderr)
     console.print()
     for line in [f"All reports: {conclusion.index}", *lines]:
         console.print(line, soft_wrap=True, markup=False)
