@@ -16,6 +16,7 @@ from harness.config import CONF, SWEEPS, HarnessConf, UnknownSettingError, load_
 # Where Hydra and OmegaConf go on about themselves.
 _NOT_FOR_USERS = ("Config search path", "full_key:", "reference_type=", "object_type=", "See http")
 _UNKNOWN_SETTING = re.compile(r"Could not override '([^']+)'")
+_WITHOUT_PLUS = re.compile(r"To append to your default list use (\+sweep=\S+)")
 _UNKNOWN_FIELD = re.compile(r"Key '([^']+)' not in '(\w+Conf)'")
 _NOT_AN_OVERRIDE = re.compile(r"Error parsing override '([^']*)'")
 
@@ -25,6 +26,8 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, UnknownSettingError):
         return unknown_setting(error.name)
     text = _joined(error)
+    if found := _WITHOUT_PLUS.search(text):
+        return f"write {found.group(1)}, with the plus sign"
     if found := _UNKNOWN_SETTING.search(text):
         return unknown_setting(found.group(1))
     if found := _UNKNOWN_FIELD.search(text):
@@ -37,8 +40,6 @@ def one_line(error: BaseException) -> str:
 
 def unknown_setting(name: str) -> str:
     """Return the line for a setting that does not exist, with the closest that does."""
-    if name == "sweep":
-        return "write +sweep=NAME, with the plus sign"
     if name in ("workload.file", "workload.module"):
         return f"{name} needs workload=custom"
     return f"unknown setting {name!r}{did_you_mean(name, known_settings())}"

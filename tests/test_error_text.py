@@ -26,11 +26,18 @@ def test_lists_of_choices_become_one_line_without_search_paths():
         ("decision.alhpa", "did you mean decision.alpha"),
         ("qqq", "--help lists the settings"),
         ("workload.file", "workload.file needs workload=custom"),
-        ("sweep", "write +sweep=NAME"),
     ],
 )
 def test_an_unknown_setting_names_the_closest(name, hint):
     assert hint in unknown_setting(name)
+
+
+def test_a_sweep_without_its_plus_is_shown_with_it():
+    error = HydraException(
+        "Could not override 'sweep'. No match in the defaults list.\n"
+        "To append to your default list use +sweep=precision"
+    )
+    assert one_line(error) == "write +sweep=precision, with the plus sign"
 
 
 def test_advice_to_force_a_setting_is_not_passed_on():
