@@ -49,6 +49,8 @@ def cost_notes(evidence: Evidence) -> tuple[str, ...]:
         "on the machine; only the ratios come from a measurement of their own.",
         *(_memory_note(source) for source in sources),
     ]
+    timed = [v.speed_note.rstrip(".") for v in evidence.findings.verdicts if v.step_time_ratio]
+    notes[1:1] = [f"The ratios were measured in {note}." for note in dict.fromkeys(timed)]
     details = {r.policy: r.execution_detail for r in records if r.execution == "emulated"}
     notes += [
         f"{policy} is emulated: {emulation_sentence(detail)}." for policy, detail in details.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from harness.runs.determinism import (
 from harness.runs.dropout import paired_dropout
 from harness.runs.settings import RunSettings
 from harness.runs.step import TrainingStep
-from harness.runs.timing import TimingRecord, time_ratio
+from harness.runs.timing import TimeRatio, TimingRecord, time_ratio
 from harness.workloads.base import Workload
 from harness.workloads.batches import to_device
 
@@ -95,7 +95,7 @@ def measure_step_times(
         step_time_s=complete,
         ratios=ratios,
         excluded=excluded,
-        note=_note(device, blocks, steps_per_block),
+        note=_note(device, blocks, steps_per_block) + control_note(policies, ratios),
     )
 
 
@@ -186,6 +186,24 @@ def _note(device: torch.device, blocks: int, steps: int) -> str:
     if device_is_shared(device):
         return f"{how}; other processes held memory of this GPU, so the times may be disturbed"
     return how
+
+
+def control_note(policies: Sequence[PrecisionPolicy], ratios: Mapping[str, TimeRatio]) -> str:
+    """Return a warning when a control, which does the reference's work, took another time.
+
+    The interval covers what varied between blocks; a control outside it shows that the machine
+    disturbed the measurement itself, by at least that much.
+    """
+    for policy in policies:
+        ratio = ratios.get(policy.name)
+        if not policy.is_control or ratio is None or ratio.ci_low is None or ratio.ci_high is None:
+            continue
+        if not ratio.ci_low <= 1.0 <= ratio.ci_high:
+            return (
+                f"; {policy.name} does the same work as the reference and took {ratio.value:.2f} "
+                "of its time: trust no ratio closer to 1 than that"
+            )
+    return ""
 
 
 def device_is_shared(device: torch.device) -> bool:

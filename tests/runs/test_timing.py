@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny_workloads import BF16, FP16, FP32, TF32, TinyWorkload, class_batches, settings
 
-from harness.runs.throughput import measure_step_times
+from harness.precision.policy import PrecisionPolicy
+from harness.runs.throughput import control_note, measure_step_times
 from harness.runs.timing import TimeRatio, TimingRecord, read_timing, time_ratio, write_timing
 
 
@@ -123,3 +124,15 @@ def test_a_loss_that_changes_its_batch_in_place_is_timed_on_the_batch_as_it_came
     measure_step_times(TinyWorkload(loss=centred), [FP32], settings(1), reference="fp32", **counts)
     assert len(seen) == 3
     assert len(set(seen)) == 1
+
+
+def test_a_control_that_took_another_time_is_told() -> None:
+    control = PrecisionPolicy(name="twin", perturbation=2.0**-8)
+    candidate = PrecisionPolicy(name="bf16", compute_format="bf16")
+    off = TimeRatio(value=0.88, ci_low=0.84, ci_high=0.96)
+    fine = TimeRatio(value=0.98, ci_low=0.95, ci_high=1.02)
+    assert "twin does the same work as the reference and took 0.88" in control_note(
+        [control, candidate], {"twin": off, "bf16": fine}
+    )
+    assert control_note([control, candidate], {"twin": fine, "bf16": off}) == ""
+    assert control_note([candidate], {"bf16": off}) == ""
