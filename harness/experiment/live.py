@@ -29,11 +29,12 @@ WARNINGS = ("BATCHES_NOT_REPRODUCIBLE", "MODEL_NOT_REPRODUCIBLE", "WEIGHTS_NOT_F
 class LiveExperiment:
     """One sweep between its announcement and its conclusion."""
 
-    def __init__(self, grid: Grid, plan: Plan, store: Store | None) -> None:
+    def __init__(self, grid: Grid, plan: Plan, store: Store | None, *, num_reused: int) -> None:
         self._grid = grid
         self._config = grid.runs[0]
         self._plan = plan
         self._store = store
+        self._num_reused = num_reused
         self._display: ProgressDisplay | None = None
 
     @property
@@ -51,20 +52,21 @@ class LiveExperiment:
         """
         config = grid.runs[0]
         plan = _checked_plan(grid, sweep=sweep, command=command, workers=workers)
-        _announce(plan, config)
+        todo = _unfinished(plan, config)
+        _announce(plan, config, todo=todo)
         if config.dry_run:
             print("dry run: nothing was started")
             raise SystemExit(0)
         store = prepare_store(config, plan.manifest.models)
         manifests.write(plan.manifest, config.output_dir)
-        return cls(grid, plan, store)
+        return cls(grid, plan, store, num_reused=len(plan.manifest.runs) - len(todo))
 
     def start(self) -> None:
         """Show progress from now on."""
         self._display = ProgressDisplay(
             progress_folder(self._config.output_dir, self.sweep_id),
             total=len(self._plan.manifest.runs),
-            reused=num_finished(self._plan, self._config),
+            reused=self._num_reused,
             weights=self._plan.seconds,
         )
         self._display.__enter__()
@@ -103,19 +105,19 @@ def _checked_plan(grid: Grid, *, sweep: str, command: str, workers: int) -> Plan
     raise AssertionError("make_plan ends with a plan")
 
 
-def num_finished(plan: Plan, config: RunConfig) -> int:
-    """Return how many runs of the plan are there already."""
-    keys = [run.run_key for run in plan.manifest.runs]
-    return sum(finished_record(config.output_dir, key) is not None for key in keys)
+def _unfinished(plan: Plan, config: RunConfig) -> list[PlannedRun]:
+    """Return the runs of the plan that have no finished record; reads every record there is."""
+    return [
+        run for run in plan.manifest.runs if finished_record(config.output_dir, run.run_key) is None
+    ]
 
 
-def _announce(plan: Plan, config: RunConfig) -> None:
+def _announce(plan: Plan, config: RunConfig, *, todo: Sequence[PlannedRun]) -> None:
     manifest = plan.manifest
     policies = list(dict.fromkeys(run.policy for run in manifest.runs))
     seeds = list(dict.fromkeys(run.seed for run in manifest.runs))
     models = ", ".join(f"{name} ({steps} steps)" for name, steps in plan.steps.items())
     marked = [f"{p} (reference)" if p == manifest.reference else p for p in policies]
-    todo = [run for run in manifest.runs if finished_record(config.output_dir, run.run_key) is None]
     finished = len(manifest.runs) - len(todo)
     console = Console(highlight=False)
 
