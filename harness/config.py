@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,18 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
+
+from harness.config_schema import (
+    HarnessConf,
+    LaunchConf,
+    ProbesConf,
+    ThroughputConf,
+    TrackingConf,
+    TrainConf,
+)
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -48,99 +59,6 @@ class UnknownSettingError(ConfigError):
     def __init__(self, name: str) -> None:
         super().__init__(f"unknown setting {name!r}")
         self.name = name
-
-
-@dataclass
-class LossScaleConf:
-    """Schema of `policy.loss_scale`; ranges are checked by `LossScaleSettings`."""
-
-    kind: str = "none"
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    hysteresis: int = 1
-    min_scale: float = 0.0
-
-
-@dataclass
-class PolicyConf:
-    """Schema of `policy`; meaning and ranges are those of `PrecisionPolicy`."""
-
-    name: str = MISSING
-    description: str = ""
-    compute_format: str = "fp32"
-    param_format: str = "fp32"
-    # A list of names or a single one (`low_precision_ops: all`), which no schema can say.
-    fp32_ops: Any = field(default_factory=list)
-    fp32_modules: Any = field(default_factory=list)
-    fp32_selectors: Any = field(default_factory=list)
-    low_precision_ops: Any = field(default_factory=list)
-    loss_scale: LossScaleConf = field(default_factory=LossScaleConf)
-    perturbation: float = 0.0
-    clip_before_unscale: bool = False
-
-
-@dataclass
-class TrainConf:
-    """Schema of `train`: what every run of the sweep shares."""
-
-    steps: int | None = None
-    backend: str = "auto"
-    tail_evaluations: int = 5
-
-
-@dataclass
-class ProbesConf:
-    """Schema of `probes`."""
-
-    every: int = 5
-
-
-@dataclass
-class ThroughputConf:
-    """Schema of `throughput`: the timing stage after the runs."""
-
-    phase: bool = True
-    blocks: int = 8
-    steps_per_block: int = 5
-    warmup_steps: int = 3
-
-
-@dataclass
-class TrackingConf:
-    """Schema of `tracking`."""
-
-    enabled: bool = True
-    uri: str | None = None
-
-
-@dataclass
-class LaunchConf:
-    """Schema of `launch`."""
-
-    threads: int | None = None
-
-
-@dataclass
-class HarnessConf:
-    """Schema of the whole configuration."""
-
-    action: str = "run"
-    device: str = "auto"
-    output_dir: str = "."
-    sweep_id: str | None = None
-    reference: str = "fp32"
-    seed: int = 0
-    dry_run: bool = False
-    workload: Any = MISSING
-    policy: PolicyConf = MISSING
-    train: TrainConf = field(default_factory=TrainConf)
-    probes: ProbesConf = field(default_factory=ProbesConf)
-    decision: Any = MISSING
-    throughput: ThroughputConf = field(default_factory=ThroughputConf)
-    tracking: TrackingConf = field(default_factory=TrackingConf)
-    launch: LaunchConf = field(default_factory=LaunchConf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +101,7 @@ class RunConfig:
         values["output_dir"] = Path(values["output_dir"]).expanduser().resolve()
         _refuse_unknown("", values, cls)
         for name, schema in _SECTIONS.items():
-            _refuse_unknown(f"{name}.", values[name], schema)
-            values[name] = schema(**values[name])
+            values[name] = _parsed(f"{name}.", values[name], schema)
         config = cls(**values)
         _check(config)
         return config
@@ -208,6 +125,19 @@ def _refuse_unknown(prefix: str, values: Mapping[str, Any], schema: type) -> Non
             raise UnknownSettingError(prefix + name)
 
 
+def _parsed(prefix: str, values: Mapping[str, Any], schema: type) -> Any:
+    """Return a section as its dataclass, sections within it as theirs."""
+    _refuse_unknown(prefix, values, schema)
+    types = typing.get_type_hints(schema)
+    parsed = {
+        key: _parsed(f"{prefix}{key}.", value, types[key])
+        if dataclasses.is_dataclass(types[key])
+        else value
+        for key, value in values.items()
+    }
+    return schema(**parsed)
+
+
 def _check(config: RunConfig) -> None:
     rules = (
         (config.action in ACTIONS, f"action={config.action}: one of {', '.join(ACTIONS)}"),
@@ -220,7 +150,7 @@ def _check(config: RunConfig) -> None:
             f"train.steps={config.train.steps}: must be at least 1",
         ),
         (config.train.tail_evaluations >= 1, "train.tail_evaluations: must be at least 1"),
-        (config.probes.every >= 1, f"probes.every={config.probes.every}: must be at least 1"),
+        *_probe_rules(config.probes),
         (config.seed >= 0, f"seed={config.seed}: must be 0 or more"),
         (
             config.launch.threads is None or config.launch.threads >= 1,
@@ -234,6 +164,39 @@ def _check(config: RunConfig) -> None:
     for holds, message in rules:
         if not holds:
             raise ConfigError(message)
+
+
+def _probe_rules(probes: ProbesConf) -> Iterator[tuple[bool, str]]:
+    """Yield what must hold of `probes`, each with the message for when it does not."""
+    cadences = {
+        "exponents.every": probes.exponents.every,
+        "exponents.weight_gradients_every": probes.exponents.weight_gradients_every,
+        "norms.every": probes.norms.every,
+        "lost_updates.every": probes.lost_updates.every,
+    }
+    for name, every in cadences.items():
+        yield (
+            every is None or every >= 1,
+            f"probes.{name}={every}: must be at least 1, or null to switch it off",
+        )
+    error, profile = probes.gradient_error, probes.profile
+    points = f"probes.gradient_error.points={list(error.points)}"
+    inside = all(0.0 < point < 1.0 for point in error.points)
+    ascending = all(a < b for a, b in pairwise(error.points))
+    yield (
+        bool(error.points) and inside and ascending,
+        f"{points}: must be ascending parts of a run between 0 and 1, such as [0.10, 0.97]",
+    )
+    yield (
+        error.batches >= 2,
+        f"probes.gradient_error.batches={error.batches}: must be at least 2; "
+        "the noise between batches is what errors are compared with",
+    )
+    yield (
+        error.fp64_max_parameters >= 0,
+        f"probes.gradient_error.fp64_max_parameters={error.fp64_max_parameters}: must be 0 or more",
+    )
+    yield profile.steps >= 0, f"probes.profile.steps={profile.steps}: must be 0 or more"
 
 
 class _BuiltInConfigs(SearchPathPlugin):

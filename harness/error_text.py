@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from harness import config
-from harness.config import CONF, SWEEPS, HarnessConf, UnknownSettingError, load_choice
+from harness import config_schema
+from harness.config import CONF, SWEEPS, UnknownSettingError, load_choice
+from harness.config_schema import HarnessConf
 
 # Where Hydra and OmegaConf go on about themselves.
 _NOT_FOR_USERS = ("Config search path", "full_key:", "reference_type=", "object_type=", "See http")
@@ -63,16 +65,14 @@ def known_settings() -> set[str]:
 
 
 def _fields(schema: Any, prefix: str) -> Iterator[str]:
-    hints = {f.name: f for f in dataclasses.fields(schema)}
-    for name in hints:
+    for name, kind in typing.get_type_hints(schema).items():
         yield prefix + name
-        nested = getattr(config, f"{name.title().replace('_', '')}Conf", None)
-        if nested is not None and dataclasses.is_dataclass(nested):
-            yield from _fields(nested, f"{prefix}{name}.")
+        if dataclasses.is_dataclass(kind):
+            yield from _fields(kind, f"{prefix}{name}.")
 
 
 def _unknown_field(name: str, schema: str) -> str:
-    known = [f.name for f in dataclasses.fields(getattr(config, schema))]
+    known = [f.name for f in dataclasses.fields(getattr(config_schema, schema))]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
     return f"unknown field {name!r}{hint}"

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from harness.precision.policy import LossScaleSettings, PrecisionPolicy
 from harness.runs.record import CrashReport, Fingerprints, HeldOut, RunRecord
+from harness.runs.same_point import ModuleError, Point, SamePointRecord
 
 _SCALED = LossScaleSettings(kind="dynamic")
 POLICIES: dict[str, PrecisionPolicy] = {
@@ -287,3 +288,84 @@ def _held_out(
         unit=unit,
         num_items=num_items,
     )
+
+
+def make_point(
+    *,
+    step: int = 12,
+    kind: Literal["trajectory", "final_rate"] = "trajectory",
+    nu: float = 1e-4,
+    beta: float = 0.0,
+    eta: float = 1.0,
+    retention: float = 1.0,
+    signal: float = 4.0,
+    num_batches: int = 16,
+    **fields: float,
+) -> Point:
+    """Return the sums of a probe's point whose ratios are the given ones.
+
+    The minibatch noise is 16 and the energy of the true gradient `signal`, in the same unit.
+    """
+    k, noise = num_batches, 16.0
+    self_cross = k * (k - 1) * signal
+    values: dict[str, Any] = {
+        "step": step,
+        "kind": kind,
+        "learning_rate": 1e-3,
+        "noise": noise,
+        "mean_gradient_sq": signal + noise / k,
+        "error_sq": nu * noise,
+        "mean_error_sq": beta * signal,
+        "error_noise": 0.0,
+        "cross": eta * self_cross,
+        "self_cross": self_cross,
+        "retained": retention,
+        "updated": 1.0,
+    }
+    return Point(**{**values, **fields})
+
+
+def make_same_point(
+    policy: str = "bf16",
+    *,
+    points: Sequence[Point] | None = None,
+    modules: Sequence[ModuleError] = (),
+    failed: str | None = None,
+    num_batches: int = 16,
+    final_rate: bool = True,
+    **ratios: float,
+) -> SamePointRecord:
+    """Return a same-point record of four points (and the final rate's) with the given ratios."""
+    if points is None:
+        points = [make_point(step=s, num_batches=num_batches, **ratios) for s in (12, 40, 80, 116)]
+        if final_rate:
+            points.append(
+                make_point(step=116, kind="final_rate", num_batches=num_batches, **ratios)
+            )
+    return SamePointRecord(
+        workload="toy",
+        policy=policy,
+        policy_content=POLICIES[policy].content(),
+        seed=0,
+        num_batches=num_batches,
+        points=() if failed else tuple(points),
+        modules=tuple(modules),
+        failed=failed,
+    )
+
+
+def with_norms(record: RunRecord, **modules: Mapping[str, float]) -> RunRecord:
+    """Return the record with the norms probe: module -> metric -> its value at all three steps.
+
+    A dot in a module's name is written as two underscores.
+    """
+    table = {
+        name.replace("__", "."): {metric: [value] * 3 for metric, value in metrics.items()}
+        for name, metrics in modules.items()
+    }
+    return with_probe(record, "norms", {"steps": [0, 50, 100], "modules": table})
+
+
+def with_probe(record: RunRecord, name: str, found: Mapping[str, Any]) -> RunRecord:
+    """Return the record with what one probe found."""
+    return dataclasses.replace(record, probes={**record.probes, name: dict(found)})

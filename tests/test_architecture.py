@@ -29,11 +29,12 @@ ALLOWED = {
     "runs": {"numerics", "precision", "probes", "workloads"},
     "tracking": {"runs.record"},
     "progress": set(),
-    "analysis": {"numerics", "precision.policy", "runs.record"},
+    "analysis": {"numerics", "precision.policy", "runs.record", "runs.same_point"},
     "report": {"analysis", "numerics", "precision.policy", "runs.notes", "runs.record"},
     # The command line and what it is made of see everything below.
     "cli": None,
     "config": None,
+    "config_schema": set(),
     "error_text": None,
     "experiment": None,
     "__main__": None,
@@ -46,6 +47,7 @@ TORCH_FREE_MODULES = (
     "harness.runs.record",
     "harness.cli",
     "harness.config",
+    "harness.config_schema",
 )
 # `isolation` puts back what a user's file may have changed.
 SWITCH_SETTERS = ("harness.precision.execution", "harness.workloads.isolation")

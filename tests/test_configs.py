@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,16 @@ from omegaconf import OmegaConf
 
 from harness.analysis.decision import DecisionRule
 from harness.config import CONF, SWEEPS, ConfigError, RunConfig, register
+from harness.config_schema import ProbesConf
 from harness.experiment.grid import axis_values, by_model, expand
+from harness.experiment.plan import probe_settings
 from harness.precision.policy import PrecisionPolicy
+from harness.probes.step_probes import STEP_PROBES
+from harness.runs.settings import ProbeSettings
 
 POLICIES = sorted(path.stem for path in (CONF / "policy").glob("*.yaml"))
 WORKLOADS = sorted(path.stem for path in (CONF / "workload").glob("*.yaml"))
+PROBES = sorted(path.stem for path in (CONF / "probes").glob("*.yaml"))
 ALL_SWEEPS = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
 
 
@@ -59,6 +65,31 @@ def test_decision_constants_make_a_rule(composed):
     assert rule == DecisionRule()
 
 
+@pytest.mark.parametrize("name", PROBES)
+def test_probes_compose(name, composed):
+    config = RunConfig.from_hydra(composed(f"probes={name}"))
+    assert dataclasses.is_dataclass(config.probes.gradient_error)
+    settings = probe_settings(config.probes)
+    if name == "default":
+        assert settings == ProbeSettings()
+    if name == "none":
+        assert settings == ProbeSettings.off()
+        assert settings.chosen(10) == {}
+
+
+def test_one_probe_setting_changes_that_one_only(composed):
+    config = RunConfig.from_hydra(composed("probes=none", "probes.norms.every=1"))
+    assert probe_settings(config.probes).chosen(10) == {"norms": {"every": 1}}
+    config = RunConfig.from_hydra(composed("probes.exponents.every=null"))
+    assert config.probes.exponents.every is None
+    assert config.probes.exponents.weight_gradients_every == 5
+
+
+def test_every_step_probe_has_a_key_in_the_schema():
+    names = {field.name for field in dataclasses.fields(ProbesConf)}
+    assert set(STEP_PROBES) <= names
+
+
 @pytest.mark.parametrize("name", ALL_SWEEPS)
 def test_sweep_expands(name, composed):
     grid = expand(composed(f"+sweep={name}", "hydra.mode=MULTIRUN"))
@@ -87,7 +118,14 @@ def test_command_line_list_replaces_the_sweeps_own(composed):
         (["seed=1,1"], "stands in this grid twice"),
         (["train.steps=0"], "train.steps=0: must be at least 1"),
         (["train.backend=cuda"], "one of auto, native, emulated"),
-        (["probes.every=0"], "probes.every=0"),
+        (["probes.exponents.every=0"], "probes.exponents.every=0: must be at least 1, or null"),
+        (["probes.lost_updates.every=-1"], "probes.lost_updates.every=-1"),
+        (["probes.gradient_error.batches=1"], "must be at least 2"),
+        (["probes.gradient_error.points=[]"], "between 0 and 1"),
+        (["probes.gradient_error.points=[0.5,0.5]"], "must be ascending"),
+        (["probes.gradient_error.points=[0.5,1.0]"], "between 0 and 1"),
+        (["probes.gradient_error.fp64_max_parameters=-1"], "must be 0 or more"),
+        (["probes.profile.steps=-1"], "must be 0 or more"),
         (["seed=-1"], "seed=-1"),
     ],
 )

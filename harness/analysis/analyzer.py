@@ -8,24 +8,24 @@ from collections.abc import Mapping, Sequence
 from harness.analysis import endpoints
 from harness.analysis.choice import ASSUMED, ChoiceInput, choose
 from harness.analysis.findings import Choice, ModelFindings, Ratio, Reason, Verdict
-from harness.analysis.model_cautions import control_caution, model_cautions
+from harness.analysis.model_cautions import (
+    all_probed,
+    control_caution,
+    model_cautions,
+    reference_triage,
+)
+from harness.analysis.multiplicity import adjust_for_multiplicity, holm_not_met
 from harness.analysis.reference_gates import (
     reference_not_learning,
     reference_unstable,
     unstable_reason,
 )
 from harness.analysis.rule import DecisionRule
-from harness.analysis.verdicts import (
-    Reference,
-    Setting,
-    adjust_for_multiplicity,
-    compare,
-    holm_not_met,
-    judge,
-)
+from harness.analysis.verdicts import Reference, Setting, compare, judge
 from harness.analysis.wording import listing, seeds_text
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
+from harness.runs.same_point import SamePointRecord
 
 
 def analyze_model(
@@ -40,6 +40,7 @@ def analyze_model(
     speed_note: str,
     command: str,
     descriptions: Mapping[str, str],
+    same_point: Mapping[str, SamePointRecord] | None = None,
 ) -> ModelFindings:
     """Judge every candidate of one model against its FP32 runs and choose a policy.
 
@@ -55,6 +56,7 @@ def analyze_model(
         speed_note: Why there are no ratios, or how they were measured.
         command: The command that trains this grid; its seeds are replaced in `settle_command`.
         descriptions: Policy -> one sentence.
+        same_point: Policy -> its same-point probe; a policy that is absent was not probed.
 
     Returns:
         Findings with one verdict per candidate and control. If the reference is missing or crashed
@@ -87,9 +89,11 @@ def analyze_model(
         fp32=fp32,
         setting=setting,
         descriptions=descriptions,
+        same_point=same_point or {},
         held_out_missing=[c for c in cautions if c.code == "HELDOUT_MISSING"],
     )
     verdicts = tuple(_with_speed(v, timings, speed_note) for v in verdicts)
+    floor_tested = all_probed(verdicts, lambda probe: probe.tests_final_rate)
     on_cpu = base.environment.get("device_kind", "cpu") == "cpu"
     choice = choose(
         ChoiceInput(
@@ -107,7 +111,15 @@ def analyze_model(
         verdicts=_mark_chosen(verdicts, choice, rule),
         choice=choice,
         scope=_scope(next(iter(references.values())), verdicts),
-        caveats=(*cautions, *_control_cautions(verdicts, rule), *_dropped_note(fp32)),
+        not_tested=_not_tested(
+            base.environment, base.num_steps, probed=all_probed(verdicts, lambda probe: True)
+        ),
+        caveats=(
+            *(c for c in cautions if c.code != "LR_FLOOR_NOT_TESTED" or not floor_tested),
+            *_control_cautions(verdicts, rule),
+            *_dropped_note(fp32),
+            *reference_triage([references[seed] for seed in fp32.unstable]),
+        ),
     )
 
 
@@ -166,6 +178,7 @@ def _verdicts(
     fp32: Reference,
     setting: Setting,
     descriptions: Mapping[str, str],
+    same_point: Mapping[str, SamePointRecord],
     held_out_missing: Sequence[Reason],
 ) -> tuple[Verdict, ...]:
     verdicts = []
@@ -177,6 +190,7 @@ def _verdicts(
                 description=policy.description,
                 reference=fp32,
                 setting=setting,
+                same_point=same_point.get(name),
                 extra_caveats=() if policy.is_control else held_out_missing,
             )
         )
@@ -268,15 +282,21 @@ def _scope(record: RunRecord, verdicts: Sequence[Verdict]) -> str:
     return f"{scope}; {listing(emulated)} emulated" if emulated else scope
 
 
-def _not_tested(environment: Mapping[str, object], num_steps: int) -> tuple[str, ...]:
+def _not_tested(
+    environment: Mapping[str, object], num_steps: int, *, probed: bool = False
+) -> tuple[str, ...]:
     sentences = [
         f"Training beyond step {num_steps}, and other batch sizes, learning rates, schedules or "
         "model sizes.",
-        "The arithmetic at fixed weights (update retention, rounding noise and bias): harm that "
-        "builds up over many more steps may not show in the loss yet.",
         "Failures that are rare: see the failure-rate bound of each verdict.",
         "More than one device.",
     ]
+    if not probed:
+        sentences.insert(
+            1,
+            "The arithmetic at fixed weights (update retention, rounding noise and bias): harm "
+            "that builds up over many more steps may not show in the loss yet.",
+        )
     if environment.get("device_kind", "cpu") == "cpu":
         sentences.append(
             "A GPU: its kernels sum in another order and width, and its speed and memory are "

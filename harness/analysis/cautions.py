@@ -36,13 +36,7 @@ def candidate_warnings(comparison: Comparison, rule: DecisionRule) -> tuple[Reas
 
 def candidate_caveats(comparison: Comparison, *, num_failures: int) -> tuple[Reason, ...]:
     """Return what a verdict on this candidate leaves open, whatever it is."""
-    caveats = [
-        caveat(
-            "PROBE_MISSING",
-            "The arithmetic was not probed at fixed weights: harm that a few hundred steps of loss "
-            "cannot show is not excluded.",
-        )
-    ]
+    caveats = []
     runs = [pair.candidate for pair in comparison.pairs]
     emulated = next((r for r in comparison.runs if r.execution == "emulated"), None)
     if emulated is not None:

@@ -8,20 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.analysis.fallbacks import fallback_reasons, rejection_reason
+from harness.analysis.eligibility import (
+    by_format,
+    departs_from_autocast,
+    is_eligible,
+    never_chosen_because,
+    width,
+)
+from harness.analysis.fallbacks import (
+    failed_by_probe,
+    fallback_reasons,
+    probe_reason,
+    rejection_reason,
+)
 from harness.analysis.findings import Choice, Reason, Verdict
 from harness.analysis.rule import DecisionRule
 from harness.analysis.wording import ENDPOINT_NAMES, in_margins, in_words, listing, seeds_text
 
 MEASURED = "measured"
 ASSUMED = "assumed, not measured"
-
-# By name first, then a user's own policies right after the built-in ones of the same format. FP16
-# follows BF16 because its scaler can skip steps and its range can overflow.
-_ASSUMED_ORDER = {"bf16": 0, "bf16_fallback": 1, "fp16": 3, "tf32": 5, "fp32": 7}
-_FORMAT_ORDER = {"bf16": 2, "fp16": 4, "tf32": 6, "fp32": 8}
-# Wider first: what decides between speeds that are about equal.
-_WIDTH = {"fp32": 0, "tf32": 1, "bf16": 3, "fp16": 5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +71,8 @@ def choose(given: ChoiceInput, rule: DecisionRule) -> Choice:
             speed_basis=basis,
             reasons=_enough_seeds(candidates),
         )
-    eligible = [v for v in candidates if v.outcome == "accept" and _is_eligible(v)]
-    ranked = _by_speed(eligible, given, rule) if given.measured else _by_format(eligible)
+    eligible = [v for v in candidates if v.outcome == "accept" and is_eligible(v)]
+    ranked = _by_speed(eligible, given, rule) if given.measured else by_format(eligible)
     reasons = _reasons(given, candidates, ranked, rule)
     if not ranked:
         return Choice(
@@ -84,15 +89,6 @@ def choose(given: ChoiceInput, rule: DecisionRule) -> Choice:
     )
 
 
-def _by_format(eligible: Sequence[Verdict]) -> list[Verdict]:
-    def rank(verdict: Verdict) -> tuple[bool, int]:
-        fmt = str(verdict.policy_content["compute_format"])
-        order = _ASSUMED_ORDER.get(verdict.policy, _FORMAT_ORDER[fmt])
-        return _departs_from_autocast(verdict), order
-
-    return sorted(eligible, key=rank)
-
-
 def _by_speed(eligible: Sequence[Verdict], given: ChoiceInput, rule: DecisionRule) -> list[Verdict]:
     """Return the accepted candidates that are measurably faster than FP32, the choice first.
 
@@ -102,13 +98,13 @@ def _by_speed(eligible: Sequence[Verdict], given: ChoiceInput, rule: DecisionRul
     chosen only where nothing else is left.
     """
     faster = [v for v in eligible if _is_faster(v, rule) and _score(v, given) > 1]
-    fast = sorted(faster, key=lambda v: (_departs_from_autocast(v), -_score(v, given)))
+    fast = sorted(faster, key=lambda v: (departs_from_autocast(v), -_score(v, given)))
     if not fast:
         return []
-    plain = [v for v in fast if not _departs_from_autocast(v)] or fast
+    plain = [v for v in fast if not departs_from_autocast(v)] or fast
     best = _score(plain[0], given)
     tied = [v for v in plain if _score(v, given) >= best * (1 - rule.speed_tie)]
-    first = min(tied, key=_width)
+    first = min(tied, key=width)
     return [first, *(v for v in fast if v is not first)]
 
 
@@ -122,34 +118,6 @@ def _score(verdict: Verdict, given: ChoiceInput) -> float:
     lag = max(0.0, verdict.lag_steps or 0.0)
     # FP32's slope may be next to nothing at the end of a run, and the lag longer than the run.
     return max(0.0, 1 - lag / given.num_steps) / verdict.step_time_ratio.value
-
-
-def _width(verdict: Verdict) -> int:
-    content = verdict.policy_content
-    keeps_fp32 = any(content[f"fp32_{part}"] for part in ("ops", "modules", "selectors"))
-    return _WIDTH[str(content["compute_format"])] - int(keeps_fp32)
-
-
-def _is_eligible(verdict: Verdict) -> bool:
-    """Return whether a policy may be chosen at all if accepted."""
-    return _never_chosen_because(verdict) is None
-
-
-def _never_chosen_because(verdict: Verdict) -> str | None:
-    """Return the hazard that a few hundred steps of loss do not exclude, or None."""
-    content = verdict.policy_content
-    if content["param_format"] != "fp32":
-        return "its weights are not FP32, and updates too small for them were not probed"
-    if content["compute_format"] == "fp16" and content["loss_scale"]["kind"] == "none":
-        return (
-            "FP16 without loss scaling loses gradients that are too small for it, so the "
-            "acceptance rests on the range that gradients had in this run"
-        )
-    return None
-
-
-def _departs_from_autocast(verdict: Verdict) -> bool:
-    return bool(verdict.policy_content["low_precision_ops"])
 
 
 def _train_sentence(given: ChoiceInput, verdict: Verdict) -> str:
@@ -185,7 +153,7 @@ def _too_few_sentence(given: ChoiceInput, candidates: Sequence[Verdict], rule: D
 def _stay_sentence(given: ChoiceInput, candidates: Sequence[Verdict], rule: DecisionRule) -> str:
     if not candidates:
         return f"Stay in {given.reference} for {given.workload}: the grid has no candidate."
-    accepted = [v for v in candidates if v.outcome == "accept" and _is_eligible(v)]
+    accepted = [v for v in candidates if v.outcome == "accept" and is_eligible(v)]
     if accepted:
         verb, which = ("is", "it is not") if len(accepted) == 1 else ("are", "none is")
         why = f"{which} measurably faster here"
@@ -226,12 +194,20 @@ def _reasons(
         _worth_settling(candidates, chosen, given), measured=given.measured
     )
     reasons += fallback_reasons(candidates, chosen=chosen)
-    reasons += [rejection_reason(v, candidates) for v in candidates if v.outcome == "reject"]
+    limit = rule.flushed_share
+    reasons += [
+        rejection_reason(v, candidates, flushed_limit=limit)
+        for v in candidates
+        if v.outcome == "reject"
+    ]
+    reasons += [
+        probe_reason(v, candidates, flushed_limit=limit) for v in candidates if failed_by_probe(v)
+    ]
     for verdict in candidates:
-        hazard = _never_chosen_because(verdict)
+        hazard = never_chosen_because(verdict)
         if verdict.outcome == "accept" and hazard is not None:
             reasons.append(f"{verdict.policy} is accepted on loss but not recommended: {hazard}.")
-    if chosen is not None and _departs_from_autocast(chosen):
+    if chosen is not None and departs_from_autocast(chosen):
         reasons.append(
             f"Caution: {chosen.policy} also lowers ops that autocast keeps in FP32 (exponentials, "
             "sums, normalization); its acceptance rests on the range of values in this run."
@@ -248,12 +224,15 @@ def _worth_settling(
     undecided = [
         v
         for v in candidates
-        if v.outcome == "inconclusive" and v.lean != "unacceptable" and _is_eligible(v)
+        if v.outcome == "inconclusive"
+        and v.lean != "unacceptable"
+        and is_eligible(v)
+        and not failed_by_probe(v)
     ]
     if chosen is None:
         return undecided
     if not given.measured:
-        order = _by_format([*undecided, chosen])
+        order = by_format([*undecided, chosen])
         return order[: order.index(chosen)]
     assert chosen.step_time_ratio is not None
     return [

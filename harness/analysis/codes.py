@@ -164,11 +164,80 @@ CODES: dict[str, str] = {
         "A notable share of the gradient elements that FP32 sees lies below the candidate's range, "
         "and no loss scaling lifts them into it. Use loss scaling or BF16."
     ),
+    # --- warnings that name a module ---
+    "TRIAGE": (
+        "Where the trouble began: the run was replayed up to the first value that was not finite, "
+        "exploded or went silent, and its place is named. Act there first."
+    ),
+    "NONFINITE_INSIDE": (
+        "An op inside the module overflows though what goes in is finite; what follows may turn "
+        "the infinity into a silent zero, so the loss need not show it. Keep the module in FP32."
+    ),
+    "ZERO_OUTPUTS": (
+        "The module puts out zeros only, which it does not under FP32: an overflow or underflow "
+        "inside it silences everything below. Keep it in FP32; no NaN is not no fault."
+    ),
+    "DEAD_GRADIENTS": (
+        "No gradient reaches these modules although FP32's do get one: they do not learn. Look at "
+        "the module that follows the last of them, or use loss scaling if all are concerned."
+    ),
+    "MODULE_ERROR": (
+        "Given FP32's own input, this module's output is off far more than the other modules': "
+        "its arithmetic cancels (differences of large numbers, distances by expansion, variances) "
+        "or leaves the format's range. Keep it in FP32 (policy.fp32_modules)."
+    ),
+    "INTEGERS_ROUNDED": (
+        "Whole numbers such as timesteps, positions or indices are carried in a format that does "
+        "not hold them exactly, so neighbours become one before the module sees them. Keep them in "
+        "FP32 where they are cast; keeping the module that receives them in FP32 is too late."
+    ),
+    "UPDATE_RATIO": (
+        "The steps that are taken, relative to the weights, are far from FP32's. A factor like the "
+        "loss scale means that gradients were clipped or stepped before they were unscaled."
+    ),
+    "ATTENTION_LOGITS": (
+        "Attention logits grow well beyond FP32's, or near the end of the format: a known "
+        "forerunner of divergence. Keep the attention scores in FP32, or normalize queries and "
+        "keys."
+    ),
+    "LOSS_SCALE_OUTSIDE_WINDOW": (
+        "At most of the steps that were looked at, the loss scale lay outside the window in which "
+        "nothing overflows and (almost) nothing is flushed to zero. Set a scale inside the window, "
+        "or use a dynamic scaler or BF16."
+    ),
+    # --- the same-point probe: candidate and FP32 gradients at equal weights ---
+    "PROBE_STAGNATION": (
+        "From the same weights and state, one optimizer step stores less of FP32's update than is "
+        "tolerated: small updates round away in the weights, first at low learning rates, which a "
+        "short run may not reach. An acceptance is therefore undecided, and more seeds do not "
+        "change that. Keep FP32 master weights or round the weights stochastically."
+    ),
+    "PROBE_ROUNDING_NOISE": (
+        "At equal weights the rounding error of the gradient is not small beside minibatch noise: "
+        "training acts as with a smaller batch. An acceptance is therefore undecided. Keep the "
+        "modules with the largest share in FP32, or use a wider format."
+    ),
+    "PROBE_ROUNDING_BIAS": (
+        "At equal weights the rounding error has the same direction in every batch, so it does not "
+        "average out and builds up over steps that a short run does not have. An acceptance is "
+        "therefore undecided. Keep the module that causes it in FP32."
+    ),
+    "PROBE_DESCENT_LOSS": (
+        "At equal weights the candidate's gradient descends noticeably slower, or faster, than "
+        "FP32's: part of the gradient is missing, mostly by underflow, or is amplified. An "
+        "acceptance is therefore undecided. Use loss scaling, BF16, or keep the module in FP32."
+    ),
+    "PROBE_WEAK_SIGNAL": (
+        "At the probe's points the mean gradient drowns in minibatch noise, as near the end of "
+        "training. The bias is then relative to that noise and the descent is not tested. More "
+        "batches (probes.gradient_error.batches) resolve it."
+    ),
     # --- caveats on one candidate ---
     "PROBE_MISSING": (
         "The arithmetic was not compared at equal weights, so slow harm (updates that stop moving "
         "weights, biased rounding) that a few hundred steps of loss cannot show is not excluded. A "
-        "policy whose weights are not FP32 is therefore never recommended."
+        "policy whose weights are not FP32 is therefore not recommended. The probe is "
+        "probes.gradient_error."
     ),
     "FAILURE_RATE_BOUND": (
         "Zero failures in n seeds leave a failure rate of up to 1 - 0.05^(1/n) possible: 63 % at "

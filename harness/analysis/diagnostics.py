@@ -6,6 +6,7 @@ the loss says so, but it says why, and which policy to try instead.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -14,9 +15,11 @@ import numpy as np
 from harness.analysis.endpoints import tail_start
 from harness.analysis.findings import Reason
 from harness.analysis.pairing import Pair
+from harness.analysis.probe_findings import ModuleFinding
 from harness.analysis.reference_gates import first_nonfinite
 from harness.analysis.rule import DecisionRule
 from harness.analysis.wording import number, percent
+from harness.numerics.formats import get_format
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
 
@@ -53,12 +56,20 @@ def diagnostic_warnings(
     table: Mapping[str, tuple[float | None, float | None]],
     policy: PrecisionPolicy,
     rule: DecisionRule,
+    modules: Sequence[ModuleFinding] = (),
 ) -> tuple[Reason, ...]:
-    """Return a warning for each telling number; thresholds are constants of the rule."""
+    """Return a warning for each telling number; thresholds are constants of the rule.
+
+    Args:
+        table: What `diagnose` returned.
+        policy: The candidate.
+        rule: Constants.
+        modules: Evidence by module, where there is any, to say where most is lost.
+    """
     checks = (
         _zero_gradients,
         _weights_not_moving,
-        _lost_updates,
+        functools.partial(_lost_updates, modules=modules),
         _nonfinite_buffers,
         _grad_norm,
         _underflow,
@@ -94,15 +105,44 @@ def _weights_not_moving(
     return _warning("WEIGHTS_NOT_MOVING", message, ours, theirs - rule.unmoved_weight_excess)
 
 
-def _lost_updates(table: _Table, policy: PrecisionPolicy, rule: DecisionRule) -> Reason | None:
+def _lost_updates(
+    table: _Table,
+    policy: PrecisionPolicy,
+    rule: DecisionRule,
+    *,
+    modules: Sequence[ModuleFinding],
+) -> Reason | None:
     share = table["lost_update_share"][0]
-    if policy.param_format == "fp32" or share is None or not share > rule.lost_update_share:
+    rounds_away = policy.param_format != "fp32" and policy.weight_rounding == "nearest"
+    if not rounds_away or share is None or not share > rule.lost_update_share:
         return None
     message = (
         f"{percent(share)} of the weight updates round away in {policy.param_format.upper()} "
-        "weights: too small against the weight they change."
+        f"weights: too small against the weight they change{_where_lost(modules, policy)}."
     )
     return _warning("LOST_UPDATES", message, share, rule.lost_update_share)
+
+
+def _where_lost(modules: Sequence[ModuleFinding], policy: PrecisionPolicy) -> str:
+    """Return the module that loses most, and FP32's updates where they fall below half an ulp."""
+    by_share = sorted(
+        (m for m in modules if m.lost_update_share is not None and m.module != "(model)"),
+        key=lambda m: -(m.lost_update_share or 0.0),
+    )
+    text = ""
+    if len(by_share) > 1:
+        worst = by_share[0]
+        text = f", most in `{worst.module}` ({percent(worst.lost_update_share)})"
+    relative = [m.update_to_weight[1] for m in modules if m.update_to_weight is not None]
+    known = [x for x in relative if x is not None]
+    # Half the spacing of a format lies between u/2 and u of the weight.
+    half = get_format(policy.param_format).unit_roundoff / 2
+    if known and (typical := float(np.median(known))) < half:
+        text += (
+            f"; FP32's are {number(typical)} of the weights, below half the spacing of "
+            f"{policy.param_format.upper()} ({number(half)})"
+        )
+    return text
 
 
 def _nonfinite_buffers(table: _Table, policy: PrecisionPolicy, rule: DecisionRule) -> Reason | None:

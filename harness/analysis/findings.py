@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from harness.analysis.probe_findings import LossScaleWindow, ModuleFinding, ProbeFindings
+
 Outcome = Literal["accept", "reject", "inconclusive"]
 Endpoint = Literal["train", "held_out"]
 
@@ -83,7 +85,8 @@ class Verdict:
         peak_memory_ratio: Candidate over reference; None when not measured.
         extra_seeds: Further seeds that should settle an inconclusive verdict; None when it is
             settled or no number of seeds up to the limit would.
-        extra_seeds_reason: `UNRESOLVABLE_AT_NMAX` when `extra_seeds` is None for that reason.
+        extra_seeds_reason: `UNRESOLVABLE_AT_NMAX`, or the code of a failing probe (more seeds of
+            loss do not answer it), when `extra_seeds` is None for that reason.
         settle_command: The exact command that adds the seeds and reuses the rest; None otherwise.
         lean: `acceptable`, `unacceptable` or `unclear`: where the mean points.
         failure_rate_bound: Largest failure rate that zero failures in n seeds leaves open at 95 %.
@@ -96,6 +99,13 @@ class Verdict:
         diagnostics: Name -> (candidate, reference) of the numbers that explain a verdict, e.g.
             `zero_grad_share`, `moved_weight_share`, `nonfinite_buffers`, `skipped_steps`,
             `grad_norm_ratio`.
+        probe: The same-point probe; None where there is no measurement (PROBE_MISSING says why).
+        modules: What the probes say by module, the most suspicious first; empty without probes.
+        guilty_module: The module that the evidence names where the candidate is not accepted.
+        guilty_sentence: Why, in one sentence: "look at `dist`: ...".
+        triage: `RunRecord.probes["triage"]` of the first seed in trouble: where it began.
+        loss_scale_window: Which loss scales would have been safe in the candidate's format.
+        memory_note: What most of the memory goes to, in one sentence.
     """
 
     policy: str
@@ -122,6 +132,13 @@ class Verdict:
     p_reject: float | None = None
     is_control: bool = False
     diagnostics: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    probe: ProbeFindings | None = None
+    modules: tuple[ModuleFinding, ...] = ()
+    guilty_module: str | None = None
+    guilty_sentence: str | None = None
+    triage: dict[str, Any] | None = None
+    loss_scale_window: LossScaleWindow | None = None
+    memory_note: str | None = None
 
     @property
     def main_reason(self) -> Reason:
@@ -160,6 +177,7 @@ class ModelFindings:
         caveats: Reasons of kind `caveat` and `warning` that concern the whole model.
         failed: A sentence when no verdict could be given (reference missing or crashed); the
             exit code is then 1.
+        profiles: Policy -> where the time of its steps goes: the fields of `runs.timing.Profile`.
     """
 
     sweep_id: str
@@ -178,3 +196,4 @@ class ModelFindings:
     command: str = ""
     rule: dict[str, Any] = field(default_factory=dict)
     failed: str | None = None
+    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)

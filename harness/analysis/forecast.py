@@ -33,14 +33,19 @@ class Forecast:
     reason: str | None = None
 
 
-def lean_of(estimates: Mapping[Endpoint, Estimate]) -> Lean:
-    """Return where the means point: inside the margins, outside one, or nowhere (NaN)."""
+def lean_of(estimates: Mapping[Endpoint, Estimate], *, probe_fails: bool = False) -> Lean:
+    """Return where the means point: inside the margins, outside one, or nowhere (NaN).
+
+    Means inside the margins of a candidate whose probe fails point nowhere.
+    """
     if not estimates:
         return "unclear"
     relative = [in_margins(e.mean_difference, e.margin) for e in estimates.values()]
     if any(math.isnan(x) for x in relative) or max(relative) == 1:
         return "unclear"
-    return "acceptable" if max(relative) < 1 else "unacceptable"
+    if max(relative) > 1:
+        return "unacceptable"
+    return "unclear" if probe_fails else "acceptable"
 
 
 def forecast(estimates: Mapping[Endpoint, Estimate], rule: DecisionRule) -> Forecast:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from harness.analysis.cautions import caveat, warning
 from harness.analysis.endpoints import Level, tail_start
-from harness.analysis.findings import Endpoint, Estimate, Reason
+from harness.analysis.findings import Endpoint, Estimate, Reason, Verdict
+from harness.analysis.module_warnings import triage_warning
+from harness.analysis.probe_findings import ProbeFindings
 from harness.analysis.rule import DecisionRule
 from harness.analysis.wording import ENDPOINT_NAMES, in_margins, in_words, number, percent
 from harness.runs.record import RunRecord
@@ -39,6 +41,27 @@ def control_caution(
             )
             return warning("CHAOTIC_MODEL", message, size, rule.control_margins)
     return None
+
+
+def all_probed(verdicts: Sequence[Verdict], holds: Callable[[ProbeFindings], bool]) -> bool:
+    """Return whether a condition holds of the probe of every candidate that may be trained in.
+
+    A rejected candidate needs no probe; with rejected ones alone, one that was probed is enough.
+    """
+    candidates = [v for v in verdicts if not v.is_control]
+    wanted = [v for v in candidates if v.outcome != "reject"]
+    if wanted:
+        return all(v.probe is not None and holds(v.probe) for v in wanted)
+    return any(v.probe is not None and holds(v.probe) for v in candidates)
+
+
+def reference_triage(unstable: Sequence[RunRecord]) -> tuple[Reason, ...]:
+    """Return where the trouble of an unstable FP32 run began, from the first one that knows."""
+    found = (triage_warning(record.probes.get("triage")) for record in unstable)
+    reason = next((reason for reason in found if reason is not None), None)
+    if reason is None:
+        return ()
+    return (warning("TRIAGE", f"In the FP32 reference itself: {reason.message}"),)
 
 
 def _near_zero(endpoint: Endpoint, level: Level, rule: DecisionRule) -> Reason | None:

@@ -40,6 +40,13 @@ _SPECIAL_RANGES: dict[str, _Range] = {
     "speed_tie": _NOT_NEGATIVE,
     "spike_excess": _NOT_NEGATIVE,
     "min_held_out_items": _NOT_NEGATIVE,
+    "probe_retention": _SHARE,
+    "module_zero_share": _SHARE,
+    "scale_outside_share": _SHARE,
+    "update_ratio_factor": _ABOVE_ONE,
+    "module_error_factor": _ABOVE_ONE,
+    "attention_logit_factor": _ABOVE_ONE,
+    "concentration": _ABOVE_ONE,
 }
 
 
@@ -107,6 +114,20 @@ class DecisionRule:
     lost_update_share: float = 0.25
     grad_norm_factor: float = 2.0
     flushed_share: float = 0.1
+
+    probe_noise_ratio: float = 0.10
+    probe_rounding_bias: float = 0.05
+    probe_descent: float = 0.10
+    probe_retention: float = 0.90
+    probe_weak_signal: float = 0.5
+
+    module_zero_share: float = 0.99
+    update_ratio_factor: float = 10.0
+    module_error: float = 0.05
+    module_error_factor: float = 10.0
+    attention_logit_factor: float = 2.0
+    scale_outside_share: float = 0.5
+    concentration: float = 3.0
 
     min_speedup: float = 1.02
     speed_tie: float = 0.03

@@ -13,9 +13,9 @@ import numpy as np
 from harness.analysis import statistics
 from harness.analysis.cautions import candidate_caveats, candidate_warnings
 from harness.analysis.decision import TestResult, estimate, non_inferiority
-from harness.analysis.diagnostics import diagnose, diagnostic_warnings
 from harness.analysis.endpoints import Level, paired_difference, tail_start
-from harness.analysis.findings import Endpoint, Estimate, Outcome, Ratio, Reason, Verdict
+from harness.analysis.explanation import Explanation, explain, name_guilty, with_probe
+from harness.analysis.findings import Endpoint, Estimate, Ratio, Reason, Verdict
 from harness.analysis.forecast import (
     Forecast,
     forecast,
@@ -28,6 +28,7 @@ from harness.analysis.pairing import Pair, make_pair
 from harness.analysis.rule import DecisionRule
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
+from harness.runs.same_point import SamePointRecord
 
 _FAILURES = ("CRASHED", "NOT_EXPRESSIBLE", "NONFINITE", "LOSS_SCALE_COLLAPSE", "DIVERGED")
 _CONTROL = Reason(
@@ -103,6 +104,7 @@ def judge(
     description: str,
     reference: Reference,
     setting: Setting,
+    same_point: SamePointRecord | None = None,
     extra_caveats: Sequence[Reason] = (),
 ) -> Verdict:
     """Return the verdict on one candidate; Holm's adjustment and speed are added by the caller."""
@@ -115,23 +117,32 @@ def judge(
     )
     estimates = comparison.estimates
     test = non_inferiority(estimates, rule=rule)
-    outcome = hits[0].outcome if hits else test.outcome
-    undecided = not hits and outcome == "inconclusive"
-    ahead = forecast(estimates, rule) if undecided else Forecast(extra_seeds=None)
     is_control = comparison.policy.is_control
+    explanation = explain(comparison, None if is_control else same_point, rule)
+    ahead = _ahead(hits, test, explanation, estimates, rule)
+    outcome, deciding = with_probe(
+        hits[0].outcome if hits else test.outcome,
+        _deciding(hits, test, ahead),
+        explanation.probe,
+        rule,
+    )
     failures = sum(hit.reason.code in _FAILURES for hit in hits)
     sound = [pair for pair in comparison.pairs if pair.fault is None]
-    table = diagnose(comparison.pairs, comparison.policy, rule)
     reasons = (
         *((_CONTROL,) if is_control else ()),
         # A control is not tested, so it must not read as if it had passed.
-        *((hit.reason for hit in hits) if is_control else _deciding(hits, test, ahead)),
+        *((hit.reason for hit in hits) if is_control else deciding),
+        *explanation.warnings,
         *candidate_warnings(comparison, rule),
-        *diagnostic_warnings(table, comparison.policy, rule),
+        *(() if is_control else explanation.caveats),
         *(() if is_control else candidate_caveats(comparison, num_failures=failures)),
         *extra_caveats,
     )
-    harms = {k: min_detectable_harm(e, rule) for k, e in estimates.items()}
+    # A gate that voids the comparison leaves nobody to blame.
+    in_trouble = outcome == "reject" or (outcome == "inconclusive" and not hits)
+    guilty, why = (None, None)
+    if in_trouble and not is_control:
+        guilty, why = name_guilty(comparison, explanation, rule)
     return Verdict(
         policy=comparison.policy.name,
         policy_content=comparison.policy.content(),
@@ -148,54 +159,58 @@ def judge(
         settle_command=None
         if ahead.extra_seeds is None or is_control
         else settle_command(setting.command, seeds=setting.seeds, extra=ahead.extra_seeds),
-        lean=lean_of(estimates),
+        lean=lean_of(estimates, probe_fails=bool(explanation.probe and explanation.probe.failing)),
         failure_rate_bound=statistics.failure_rate_bound(len(sound))
         if sound and not failures
         else None,
-        min_detectable_harm={k: harm for k, harm in harms.items() if harm is not None},
+        min_detectable_harm=_detectable(estimates, rule),
         lag_steps=_lag_steps(comparison, rule),
         p_accept=test.p_accept,
         p_reject=test.p_reject,
         is_control=is_control,
-        diagnostics=table,
+        diagnostics=explanation.diagnostics,
+        probe=explanation.probe,
+        modules=explanation.modules,
+        guilty_module=guilty,
+        guilty_sentence=why,
+        triage=explanation.triage,
+        loss_scale_window=explanation.window,
+        memory_note=explanation.memory_note,
     )
 
 
-def adjust_for_multiplicity(verdicts: Sequence[Verdict], rule: DecisionRule) -> tuple[Verdict, ...]:
-    """Add Holm-adjusted p over the candidates; with `familywise` they bind acceptance.
+def _ahead(
+    hits: Sequence[Hit],
+    test: TestResult,
+    explanation: Explanation,
+    estimates: Mapping[Endpoint, Estimate],
+    rule: DecisionRule,
+) -> Forecast:
+    """Return what would settle the verdict: seeds, unless the probe forbids an acceptance.
 
-    The family is every candidate of the grid: one that crashed or diverged has no p, which counts
-    as 1, so that a failure does not make it easier for the others.
+    Where the means lie inside the margins, more seeds could only lead to the acceptance that the
+    probe turns into an undecided verdict; too few seeds for a test say nothing yet.
     """
-    family = [k for k, v in enumerate(verdicts) if not v.is_control]
-    values = [verdicts[k].p_accept for k in family]
-    adjusted = statistics.holm([1.0 if p is None else p for p in values])
-    result = list(verdicts)
-    for k, value, p in zip(family, values, adjusted, strict=True):
-        if value is not None:
-            result[k] = _with_holm(verdicts[k], p, rule)
-    return tuple(result)
+    if hits:
+        return Forecast(extra_seeds=None)
+    probe = explanation.probe
+    failing = probe.failing if probe is not None else ()
+    if failing and (test.outcome == "accept" or _only_acceptance_ahead(test, estimates)):
+        return Forecast(extra_seeds=None, reason=failing[0])
+    if test.outcome != "inconclusive":
+        return Forecast(extra_seeds=None)
+    return forecast(estimates, rule)
 
 
-def holm_not_met(p: float, rule: DecisionRule) -> Reason:
-    """Return the reason HOLM_NOT_MET: a warning, or what decides where `familywise` is set."""
-    message = f"Adjusted for the number of candidates (Holm), p = {p:.2g} is above {rule.alpha:g}."
-    return Reason(
-        code="HOLM_NOT_MET",
-        message=message,
-        value=p,
-        threshold=rule.alpha,
-        kind="test" if rule.familywise else "warning",
-    )
+def _only_acceptance_ahead(test: TestResult, estimates: Mapping[Endpoint, Estimate]) -> bool:
+    return test.reason.code == "CI_SPANS_MARGIN" and lean_of(estimates) == "acceptable"
 
 
-def _with_holm(verdict: Verdict, p: float, rule: DecisionRule) -> Verdict:
-    verdict = dataclasses.replace(verdict, p_accept_holm=p)
-    if not rule.familywise or verdict.outcome != "accept" or p <= rule.alpha:
-        return verdict
-    outcome: Outcome = "inconclusive"
-    reasons = (holm_not_met(p, rule), *verdict.reasons)
-    return dataclasses.replace(verdict, outcome=outcome, reasons=reasons)
+def _detectable(
+    estimates: Mapping[Endpoint, Estimate], rule: DecisionRule
+) -> dict[Endpoint, float]:
+    harms = {k: min_detectable_harm(e, rule) for k, e in estimates.items()}
+    return {k: harm for k, harm in harms.items() if harm is not None}
 
 
 def _estimates(

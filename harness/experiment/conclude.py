@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +15,12 @@ from harness.analysis.decision import DecisionRule
 from harness.analysis.findings import ModelFindings, Ratio, Reason
 from harness.experiment.job import run_folder
 from harness.experiment.manifest import Manifest
+from harness.experiment.stored_probes import stored_probes
 from harness.report.terminal import print_findings
 from harness.report.text import safe_name
 from harness.report.writer import write_index, write_report
 from harness.runs.record import RunRecord, read_record
+from harness.runs.same_point import SamePointRecord, write_same_point
 from harness.runs.timing import TimingRecord, read_timing
 
 # What is emulated is not timed, and the analysis says so of each such candidate.
@@ -74,7 +76,7 @@ def conclude(
         manifest: What the sweep consists of.
         records: The runs of it that exist.
         rule: Constants of the decision.
-        output_dir: Where the timing records lie.
+        output_dir: Where the records of timing and probes lie.
         reports: Where to write; by default `reports/<sweep_id>` below `output_dir`.
     """
     root = reports or output_dir / "reports" / safe_name(manifest.sweep_id)
@@ -90,8 +92,14 @@ def conclude(
         ]
         folder = root / safe_name(model)
         try:
-            result = _analyze(manifest, model, own, rule=rule, output_dir=output_dir)
+            probes = stored_probes(manifest, model, output_dir)
+            result = _analyze(
+                manifest, model, own, rule=rule, output_dir=output_dir, same_point=probes
+            )
             write_report(result, own, folder)
+            # Beside the report, with which they reach the tracking store.
+            for policy, probe in probes.items():
+                write_same_point(probe, folder / "same_point" / f"{safe_name(policy)}.json")
         except Exception as error:  # noqa: BLE001 - one model's fault must not cost the others
             failures[model] = f"{type(error).__name__}: {error}"
             continue
@@ -112,6 +120,7 @@ def _analyze(
     *,
     rule: DecisionRule,
     output_dir: Path,
+    same_point: Mapping[str, SamePointRecord],
 ) -> ModelFindings:
     timing = read_timing(timing_folder(output_dir, manifest.sweep_id, model))
     findings = analyze_model(
@@ -125,6 +134,7 @@ def _analyze(
         speed_note=timing.note if timing is not None else NOT_TIMED,
         command=manifest.command,
         descriptions=manifest.descriptions,
+        same_point=same_point,
     )
     # What the records themselves show is said by the analysis already.
     said = {reason.code for verdict in findings.verdicts for reason in verdict.reasons}
@@ -134,7 +144,12 @@ def _analyze(
         for note in manifest.caveats.get(model, [])
         if note["code"] not in said
     )
-    return dataclasses.replace(findings, caveats=(*findings.caveats, *noted))
+    profiles = timing.profiles if timing is not None else {}
+    return dataclasses.replace(
+        findings,
+        caveats=(*findings.caveats, *noted),
+        profiles={policy: dataclasses.asdict(profile) for policy, profile in profiles.items()},
+    )
 
 
 def timing_folder(output_dir: Path, sweep_id: str, model: str) -> Path:

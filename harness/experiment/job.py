@@ -53,11 +53,12 @@ def progress_folder(output_dir: Path, sweep_id: str) -> Path:
 
 
 def _train(config: RunConfig, planned: PlannedRun, progress: Path) -> RunRecord:
-    from harness.experiment.plan import num_steps, num_threads, resolve_device
+    from harness.experiment.plan import num_steps, num_threads, probe_settings, resolve_device
     from harness.precision.policy import PrecisionPolicy
     from harness.progress import Heartbeat
     from harness.runs.environment import describe_environment
     from harness.runs.trainer import Progress, RunSettings, train
+    from harness.runs.triage import triaged
     from harness.workloads.registry import make_workload
 
     workload = make_workload(config.workload)
@@ -68,9 +69,11 @@ def _train(config: RunConfig, planned: PlannedRun, progress: Path) -> RunRecord:
         device=str(device),
         num_threads=num_threads(config, device),
         backend=config.train.backend,
-        probe_every=config.probes.every,
+        probes=probe_settings(config.probes),
         tail_evaluations=config.train.tail_evaluations,
+        mark_phases=config.probes.profile.nvtx,
     )
+    policy = PrecisionPolicy.from_mapping(config.policy)
     heartbeat = Heartbeat(progress)
     label = f"{planned.workload} {planned.policy} seed {planned.seed}"
     heartbeat.report(planned.run_key, label, 0, settings.steps, None)
@@ -81,7 +84,7 @@ def _train(config: RunConfig, planned: PlannedRun, progress: Path) -> RunRecord:
     def once() -> RunRecord:
         return train(
             workload,
-            PrecisionPolicy.from_mapping(config.policy),
+            policy,
             settings,
             run_key=planned.run_key,
             environment=describe_environment(device, num_threads=settings.num_threads),
@@ -91,6 +94,9 @@ def _train(config: RunConfig, planned: PlannedRun, progress: Path) -> RunRecord:
     record = once()
     if record.status == "diverged" and device.type == "cuda":
         record = with_second_try(record, once())
+    if config.probes.triage.enabled:
+        label = f"{label}, replayed to find what went wrong"
+        record = triaged(record, workload, policy, settings, on_progress=beat)
     write_record(record, run_folder(config.output_dir, planned.run_key))
     losses = record.series.get("loss", ())
     heartbeat.finish(planned.run_key, record.status, loss=losses[-1] if losses else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from harness.experiment.grid import Grid
 from harness.experiment.job import finished_record, progress_folder
 from harness.experiment.manifest import PlannedRun
 from harness.experiment.plan import Plan, make_plan
+from harness.experiment.probe_stage import probe_models
 from harness.experiment.timing_stage import time_models
 from harness.progress import ProgressDisplay
 from harness.tracking.location import Store
@@ -79,12 +81,15 @@ class LiveExperiment:
             self._display = None
 
     def conclude(self) -> int:
-        """Time the steps, analyze, report; return the exit code."""
+        """Probe, time the steps, analyze, report; return the exit code."""
         self._stop_display()
         config, manifest = self._config, self._plan.manifest
         records, troubles = load_records(manifest, config.output_dir)
         for line in troubles:
             print(f"warning: {line}", file=sys.stderr)
+        if config.probes.gradient_error.enabled:
+            keys = probe_models(self._grid, manifest, records)
+            manifest = dataclasses.replace(manifest, same_point=keys)
         if config.throughput.phase:
             time_models(self._grid, manifest, records)
         manifest = manifests.completed(manifest)

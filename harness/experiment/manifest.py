@@ -51,6 +51,7 @@ class Manifest:
         skipped: Sentences on runs that were left out on purpose.
         caveats: Model name -> notes of the preflight.
         decision: The decision settings of the command.
+        same_point: Model name -> policy name -> key of its same-point record.
         completed_at: ISO time (UTC) of the last completion; None while unfinished.
     """
 
@@ -65,6 +66,7 @@ class Manifest:
     skipped: tuple[str, ...] = ()
     caveats: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     decision: dict[str, Any] = dataclasses.field(default_factory=dict)
+    same_point: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     created_at: str = ""
     completed_at: str | None = None
 

@@ -12,6 +12,7 @@ import torch
 
 from harness import __version__
 from harness.config import ConfigError, RunConfig
+from harness.config_schema import ProbesConf
 from harness.experiment import grid as grids
 from harness.experiment.early_checks import policy_of
 from harness.experiment.manifest import Manifest, PlannedRun, grid_hash, now, workload_choice
@@ -20,6 +21,7 @@ from harness.precision.policy import PrecisionPolicy
 from harness.runs.environment import bf16_is_native
 from harness.runs.notes import Note
 from harness.runs.preflight import PreflightReport, check_workload
+from harness.runs.settings import ProbeSettings
 from harness.runs.throughput import device_is_shared
 from harness.workloads.base import Workload
 from harness.workloads.registry import make_workload
@@ -32,9 +34,12 @@ SHARED_DEVICE = Note(
 )
 # Composing, building, storing the record and its copy: measured at 0.5 to 1 s a run.
 FIXED_SECONDS = 1.0
-# A record and its copy in SQLite, measured at 40 kB and 2.6 kB a step with the default probes.
-FIXED_BYTES = 100_000
-BYTES_PER_STEP = 2_600
+# With the default probes a record was measured at 50 kB and 0.3 kB a step, its two copies and rows
+# in SQLite at 2.3 kB a step more.
+FIXED_BYTES = 200_000
+BYTES_PER_STEP = 3_200
+# What a run itself does of `probes`, and so what its record holds.
+RUN_PROBES = ("exponents", "norms", "lost_updates", "memory", "triage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,17 @@ def num_steps(config: RunConfig, workload: Workload) -> int:
     return config.train.steps if config.train.steps is not None else workload.default_steps
 
 
+def probe_settings(probes: ProbesConf) -> ProbeSettings:
+    """Return what `probes` asks of a run."""
+    return ProbeSettings(
+        exponents_every=probes.exponents.every,
+        weight_gradients_every=probes.exponents.weight_gradients_every,
+        norms_every=probes.norms.every,
+        lost_updates_every=probes.lost_updates.every,
+        memory=probes.memory.enabled,
+    )
+
+
 def run_key(config: RunConfig, workload: Workload, device: torch.device) -> str:
     """Return 16 hex digits over everything that can change the numbers of a run."""
     identity = {
@@ -97,7 +113,8 @@ def run_key(config: RunConfig, workload: Workload, device: torch.device) -> str:
         "steps": num_steps(config, workload),
         # The steps that count are resolved: the default given explicitly is the same run.
         "train": {k: v for k, v in asdict(config.train).items() if k != "steps"},
-        "probes": asdict(config.probes),
+        # The stages after the runs are no part of one.
+        "probes": {name: asdict(getattr(config.probes, name)) for name in RUN_PROBES},
         "policy": PrecisionPolicy.from_mapping(config.policy).content(),
         "seed": config.seed,
         "device": device.type,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from harness.precision.audit import audited_step
 from harness.precision.execution import applied
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.workload_code import code_of
@@ -16,6 +19,8 @@ from harness.workloads.base import Workload
 from harness.workloads.batches import to_device
 
 Audit = dict[str, dict[str, int]]
+# (module, direction, op, format) -> calls
+_Rows = Counter[tuple[str | None, str, str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +28,7 @@ class PolicyCheck:
     """What the check saw.
 
     Attributes:
-        audits: Policy name -> formats its ops ran in; absent where the forward pass raised.
+        audits: Policy name -> formats its forward ops ran in; absent where the forward pass raised.
         skipped: Policy name -> why it is left out of the sweep.
     """
 
@@ -41,9 +46,9 @@ def check_policies(
     device: torch.device,
     backend: str,
 ) -> PolicyCheck:
-    """Trace one forward pass under each policy.
+    """Trace one forward and backward pass under each policy.
 
-    A forward pass that raises is not an error here: the run will record it.
+    One that raises is not an error here: the run will record it.
 
     Args:
         workload: Any workload.
@@ -61,24 +66,25 @@ def check_policies(
     with code_of(workload, "batches (step 0)"):
         batch = next(iter(workload.batches(seed, steps)))
     result = PolicyCheck()
+    rows: dict[str, _Rows] = {}
 
-    def trace(policy: PrecisionPolicy) -> Audit | None:
+    def trace(policy: PrecisionPolicy) -> tuple[Audit, _Rows] | None:
         return _trace(workload, policy, batch, seed=seed, device=device, backend=backend)
 
     for policy in policies:
-        audit = trace(policy)
-        if audit is not None:
-            result.audits[policy.name] = audit
+        traced = trace(policy)
+        if traced is not None:
+            result.audits[policy.name], rows[policy.name] = traced
     for policy in policies:
-        audit = result.audits.get(policy.name)
+        audit, own = result.audits.get(policy.name), rows.get(policy.name)
         if audit is None or policy.computes_in_fp32:
             continue
-        if policy.param_format == "fp32" and audit == result.audits.get(reference):
+        if policy.param_format == "fp32" and own == rows.get(reference):
             raise ValueError(
                 f"policy {policy.name!r} changes nothing on this model: every op runs in the same "
                 f"format as under {reference!r}{_known_cause(audit)}"
             )
-        if policy.fp32_selectors and audit == trace(_without_selectors(policy)):
+        if policy.fp32_selectors and (audit, own) == trace(_without_selectors(policy)):
             result.skipped[policy.name] = (
                 f"{policy.name} skipped: on this model it keeps nothing in FP32 that "
                 f"{policy.compute_format} does not keep there already"
@@ -107,17 +113,24 @@ def _trace(
     seed: int,
     device: torch.device,
     backend: str,
-) -> Audit | None:
+) -> tuple[Audit, _Rows] | None:
     model = workload.build_model(seed).to(device)
 
-    def forward() -> object:
+    def forward() -> Any:
         return workload.loss_fn(model, to_device(batch, device))
 
     with applied(policy, model, device=device, backend=backend, trace_forward=forward) as execution:
         try:
             # With gradients: a loss may contain derivatives of the model.
-            with execution.audit() as audit, execution.forward():
-                forward()
+            with audited_step(execution, model) as audit:
+                with execution.forward():
+                    loss = forward()
+                # A policy may concern the backward pass alone.
+                with contextlib.suppress(Exception):
+                    loss.backward()
         except Exception:  # noqa: BLE001 - any error of user code here is the run's to record
             return None
-        return {op: dict(formats) for op, formats in audit.items()}
+    rows: _Rows = Counter()
+    for row in audit.result()["rows"]:
+        rows[row["module"], row["direction"], row["op"], row["format"]] += row["calls"]
+    return audit.forward_formats, rows

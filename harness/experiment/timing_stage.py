@@ -12,7 +12,7 @@ from harness.experiment.plan import num_steps, num_threads, resolve_device
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
 from harness.runs.settings import RunSettings
-from harness.runs.throughput import measure_step_times
+from harness.runs.throughput import NO_PROFILE, measure_step_times
 from harness.runs.timing import TimingRecord, read_timing, write_timing
 from harness.workloads.base import Workload
 from harness.workloads.registry import make_workload
@@ -38,14 +38,17 @@ def time_models(grid: Grid, manifest: Manifest, records: Sequence[RunRecord]) ->
             continue
         folder = timing_folder(members[0].output_dir, manifest.sweep_id, workload.name)
         known = read_timing(folder)
-        if known is not None and {p.name for p in policies} <= {
-            *known.step_time_s,
-            *known.excluded,
-        }:
+        if known is not None and _has_all(known, policies, members[0].probes.profile.steps):
             continue
         names_in_order = ", ".join(policy.name for policy in policies)
         print(f"timing the steps of {workload.name}, some seconds: {names_in_order}", flush=True)
         write_timing(_measure(members[0], workload, policies, manifest.reference), folder)
+
+
+def _has_all(known: TimingRecord, policies: Sequence[PrecisionPolicy], profile_steps: int) -> bool:
+    timed = {p.name for p in policies} <= {*known.step_time_s, *known.excluded}
+    profiled = profile_steps == 0 or bool(known.profiles) or NO_PROFILE in known.note
+    return timed and profiled
 
 
 def _measure(
@@ -66,6 +69,7 @@ def _measure(
         blocks=config.throughput.blocks,
         steps_per_block=config.throughput.steps_per_block,
         warmup_steps=config.throughput.warmup_steps,
+        profile_steps=config.probes.profile.steps,
     )
 
 

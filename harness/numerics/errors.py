@@ -35,6 +35,30 @@ def relative_error(candidate: Tensor, reference: Tensor) -> float:
     return error / norm if norm > 0 else math.inf
 
 
+def relative_error_where_finite(candidate: Tensor, reference: Tensor) -> float:
+    """Return the normwise relative error over the elements that are finite in `reference`.
+
+    For outputs in which infinity has a meaning, such as masked attention scores. Computed in FP64.
+
+    Args:
+        candidate: Any shape, any real floating dtype.
+        reference: Same shape; taken as exact.
+
+    Returns:
+        Dimensionless, >= 0. `inf` if `candidate` is not finite where `reference` is, or if it
+        differs from a zero reference; 0.0 if both are zero or empty there.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    if candidate.shape != reference.shape:
+        raise ValueError(f"shapes differ: {tuple(candidate.shape)} and {tuple(reference.shape)}")
+    is_finite = reference.detach().isfinite()
+    if not is_finite.all():
+        candidate, reference = candidate[is_finite], reference[is_finite]
+    return relative_error(candidate, reference)
+
+
 def cosine(candidate: Tensor, reference: Tensor) -> float:
     """Return the cosine of the angle between two tensors taken as vectors, in FP64.
 

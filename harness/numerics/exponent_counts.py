@@ -64,6 +64,47 @@ def counts(histogram: Sequence[int], fmt: Format, scale: float = 1.0) -> dict[st
     }
 
 
+def scale_window(
+    histogram: Sequence[int], fmt: Format, *, max_flushed_share: float = 1e-3
+) -> tuple[int, int] | None:
+    """Return which loss scales a format would have survived, as two powers of two.
+
+    The first is the smallest s for which a scale of 2^s flushes at most `max_flushed_share` of the
+    non-zero elements, the second the largest s for which nothing overflows, both as `counts` tells
+    it and with its deviations: in the top binade of the format (for FP16 values between 65520 and
+    65536 after scaling, for E4M3 from 464 on) an overflow is not seen, so that scale is the last
+    that can be safe, not the first that cannot. The window is empty where the first is above the
+    second.
+
+    Args:
+        histogram: 256 counts by biased FP32 exponent, of unscaled gradients.
+        fmt: The format.
+        max_flushed_share: Of the non-zero elements, between 0 and 1.
+
+    Returns:
+        None without a non-zero element, or with a non-finite one, whose size is unknown.
+
+    Raises:
+        ValueError: The histogram does not have 256 bins.
+    """
+    if len(histogram) != NUM_BINS:
+        raise ValueError(f"exponent histogram has {len(histogram)} bins; expected {NUM_BINS}")
+    filled = [b for b in range(1, NONFINITE_BIN) if histogram[b]]
+    if not filled or histogram[NONFINITE_BIN]:
+        return None
+    allowed = max_flushed_share * sum(int(histogram[b]) for b in filled)
+    below = 0
+    kept_from = filled[-1]
+    for b in filled:
+        below += int(histogram[b])
+        if below > allowed:
+            kept_from = b
+            break
+    low = _floor_log2(fmt.min_subnormal) - 1 + EXPONENT_BIAS - kept_from
+    high = _floor_log2(fmt.max_finite) + EXPONENT_BIAS - filled[-1]
+    return low, high
+
+
 def _bin(index: int) -> int:
     """Clip a threshold to the bins of finite non-zero FP32 values."""
     return min(max(index, 1), NONFINITE_BIN)

@@ -5,8 +5,15 @@ Rounding a tensor to a format is `rounding`; counting what a format would lose i
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from dataclasses import dataclass
+from typing import Literal
+
+# How a value between two neighbours of a format is rounded; `rounding` does it.
+Rounding = Literal["nearest", "toward_zero", "stochastic"]
+ROUNDINGS: tuple[Rounding, ...] = ("nearest", "toward_zero", "stochastic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +21,8 @@ class Format:
     """A binary floating-point format.
 
     Attributes:
-        name: Short name: `fp32`, `tf32`, `bf16`, `fp16`, `fp8_e4m3`, `fp8_e5m2`.
+        name: Short name: `fp32`, `tf32`, `bf16`, `fp16`, `fp8_e4m3`, `fp8_e5m2`, or
+            `e<exponent bits>m<mantissa bits>`.
         exponent_bits: Bits of the biased exponent.
         mantissa_bits: Stored bits of the significand, without the implicit one.
         max_finite: Largest finite value.
@@ -22,8 +30,9 @@ class Format:
         min_subnormal: Smallest positive value, 2^-(mantissa_bits) * min_normal.
         unit_roundoff: Largest relative error of rounding to nearest in the normal range,
             2^-(mantissa_bits + 1).
-        storage_dtype: Name of the torch dtype that holds a value. TF32 is a compute format: FP32
-            storage, of which a matmul reads 10 mantissa bits.
+        storage_dtype: Name of the torch dtype that holds a value; `float32` for formats that are
+            emulated. TF32 is a compute format: FP32 storage, of which a matmul reads 10 mantissa
+            bits.
         has_infinity: Whether values beyond the range become infinite; E4M3 ("fn") has NaN only.
     """
 
@@ -93,12 +102,36 @@ FP8_E4M3 = Format(
 FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (FP32, TF32, BF16, FP16, FP8_E4M3, FP8_E5M2)}
 
 
+_EXPONENT_MANTISSA = re.compile(r"e([2-8])m([1-9]|1[0-9]|2[0-2])")
+
+
+def is_format(name: str) -> bool:
+    """Return whether `get_format` knows `name`."""
+    return name in FORMATS or _EXPONENT_MANTISSA.fullmatch(name) is not None
+
+
+@functools.cache
 def get_format(name: str) -> Format:
     """Return the format called `name`.
 
+    Args:
+        name: One of `FORMATS`, or `e<E>m<M>` with 2 <= E <= 8 and 1 <= M <= 22 for the IEEE-like
+            format with E exponent and M stored mantissa bits: its last exponent code holds
+            infinities and NaN, its first one zeros and subnormals. Values are kept in FP32, of
+            which each such format is a subset: `e5m2` has the values of `fp8_e5m2`.
+
     Raises:
         ValueError: No such format; the message lists the known ones.
+
+    >>> get_format("e3m4").max_finite
+    15.5
     """
-    if name not in FORMATS:
-        raise ValueError(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
-    return FORMATS[name]
+    if name in FORMATS:
+        return FORMATS[name]
+    match = _EXPONENT_MANTISSA.fullmatch(name)
+    if match is None:
+        raise ValueError(
+            f"unknown format {name!r}; known: {', '.join(FORMATS)}, "
+            "e<exponent bits 2-8>m<mantissa bits 1-22>"
+        )
+    return _ieee_like(name, int(match[1]), int(match[2]), "float32")

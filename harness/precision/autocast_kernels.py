@@ -18,6 +18,7 @@ from harness.precision.kernels import Kernel, Override, exists, involves, overlo
 from harness.precision.op_lists import (
     CPU_NATIVE_LOW,
     CPU_ONLY_FOLLOW,
+    CPU_RECURRENT,
     CPU_WITHOUT_KERNEL,
     CUDA_ACTIONS,
     Action,
@@ -44,6 +45,7 @@ def autocast_overrides(
     device_type: str,
     low: torch.dtype,
     kept_ids: frozenset[int] = frozenset(),
+    always: Collection[str] = (),
 ) -> list[Override]:
     """Return the kernels for all that torch's own autocast of a device does not do by itself.
 
@@ -53,6 +55,7 @@ def autocast_overrides(
         device_type: `cuda`, which has CUDA's lists, or `cpu`, which gets them here.
         low: The compute format.
         kept_ids: `id` of the weights whose products stay in FP32.
+        always: Ops that get a kernel also where torch's own autocast does what the policy wants.
     """
     if kept_ids:
         by_weight = dict.fromkeys(_WEIGHT_PRODUCTS, Action.LOW_BUT_KEPT_WEIGHTS)
@@ -60,10 +63,12 @@ def autocast_overrides(
     if device_type == "cpu":
         actions = dict.fromkeys(CPU_ONLY_FOLLOW, Action.FOLLOW)
         actions |= dict.fromkeys(CPU_WITHOUT_KERNEL, Action.FP32_ROUNDED)
+        actions |= dict.fromkeys(CPU_RECURRENT, Action.LOW)
         actions |= {n: a for n, a in CUDA_ACTIONS.items() if n not in CPU_NATIVE_LOW}
         actions |= changes
     else:
         actions = {n: a for n, a in changes.items() if CUDA_ACTIONS.get(n) is not a}
+    actions |= {n: CUDA_ACTIONS.get(n, Action.FOLLOW) for n in always if n not in actions}
     weight_ids = frozenset(id(parameter) for parameter in model.parameters())
     key = autocast_key(device_type)
     overrides = []

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from harness.precision.audit import AuditMode
-from harness.precision.autocast_kernels import autocast_overrides
-from harness.precision.backend import LOW_DTYPES, Plan, choose, tf32_kernels
-from harness.precision.emulation import TF32_KEY, TF32_PRODUCTS, sixteen_bit_overrides
-from harness.precision.kernels import (
-    Override,
-    fall_through,
-    functional_overloads,
-    registered,
-)
+from harness.precision.audit import FormatCounter
+from harness.precision.backend import LOW_DTYPES, Plan, choose
+from harness.precision.directions import DIRECTIONS, Direction, split_direction
+from harness.precision.eager import compiled_modules, eager
+from harness.precision.emulated_products import PRODUCTS, ROUNDING_KEY, RoundedProducts
+from harness.precision.kept_modules import kept_in_fp32
+from harness.precision.kernels import key_included, registered
 from harness.precision.modules import OutputHead, output_head, select
-from harness.precision.op_lists import policy_actions
+from harness.precision.passes import Passes
 from harness.precision.policy import PrecisionPolicy
-from harness.precision.regions import Region, fp32_region, ieee_region, in_region
+from harness.precision.policy_kernels import policy_kernels
+from harness.precision.rounding_noise import RoundingNoise
 from harness.precision.storage import fp32_weights, sixteen_bit_tensors, stored_in
 
 __all__ = ["Execution", "applied", "fp32_weights", "sixteen_bit_tensors"]
@@ -56,6 +54,10 @@ class Execution:
         device: Where the model is.
         switches: Every backend switch as read back after setting, name -> value.
         fp32_module_names: The modules kept in FP32, resolved.
+        directed_module_names: The modules kept in FP32 in one direction only, and in which.
+        passes: Says whether a forward pass runs whose values are thrown away.
+        noise: Random bits of stochastic rounding; `noise.start` seeds a step's.
+        products: What rounds the operands of products in a format that no tensor has, or None.
     """
 
     def __init__(
@@ -66,6 +68,9 @@ class Execution:
         plan: Plan,
         switches: dict[str, str],
         fp32_module_names: tuple[str, ...],
+        directed_module_names: dict[str, Direction],
+        passes: Passes,
+        compiled: tuple[str, ...],
     ) -> None:
         self.policy = policy
         self.device = device
@@ -74,10 +79,21 @@ class Execution:
         self._has_run = False
         self.switches = switches
         self.fp32_module_names = fp32_module_names
+        self.directed_module_names = directed_module_names
+        self.passes = passes
+        self._compiled = compiled
         self._low = LOW_DTYPES.get(policy.compute_format)
         self._forward_depth = 0
-        self._fp32_depth = 0
-        self._in_tf32_product = False
+        self.noise = RoundingNoise()
+        self.products = None
+        if plan.products is not None:
+            self.products = RoundedProducts(
+                plan.products,
+                in_step=self._in_step,
+                noise=self.noise,
+                used=self._emulated_ops_used,
+                passes=passes,
+            )
 
     @property
     def kind(self) -> Literal["native", "emulated"]:
@@ -89,8 +105,11 @@ class Execution:
 
     @property
     def detail(self) -> str:
-        """One sentence: what was emulated and what that does not model."""
-        return self._plan.detail(self._used())
+        """A sentence: what was emulated and what that does not model; another if need be."""
+        sentence = self._plan.detail(self._used())
+        if self._compiled:
+            sentence += f" Compiled modules ran without torch.compile: {', '.join(self._compiled)}."
+        return sentence
 
     def _used(self) -> set[str] | None:
         return self._emulated_ops_used if self._has_run else None
@@ -129,39 +148,32 @@ class Execution:
             floating-point argument and result, `tf32` where a product rounds FP32 operands.
         """
         counts: dict[str, dict[str, int]] = {}
-        with AuditMode(
-            counts,
-            recording=lambda: self._forward_depth > 0,
-            rounds_to_tf32=self._rounds_to_tf32,
-        ):
+        with FormatCounter(counts, audited=self):
             yield counts
 
-    def _rounds_to_tf32(self, op: str) -> bool:
-        if self._in_tf32_product:
-            return True
-        if self._plan.tf32 != "native" or op not in TF32_PRODUCTS:
-            return False
-        switch = "cudnn.conv" if "conv" in op else "cuda.matmul"
-        return bool(SWITCHES[switch].fp32_precision == "tf32")
+    def in_forward(self) -> bool:
+        """Return whether a forward pass of a training step is running."""
+        return self._forward_depth > 0
 
-    def _tf32_active(self) -> bool:
-        if self._fp32_depth:
-            return False
+    def beside_the_model(self) -> bool:
+        """Return whether ops that run now are the policy's own, or their values thrown away."""
+        is_rounding = self.products is not None and self.products.is_rounding
+        return is_rounding or self.passes.gives_no_values
+
+    def rounded_format(self, op: str) -> str | None:
+        """Return the format that a product of FP32 tensors rounds its operands to now, if any."""
+        if self.products is not None:
+            return self.products.running
+        if not self._plan.native_tf32 or op.removesuffix("_backward") not in PRODUCTS:
+            return None
+        switch = "cudnn.conv" if "conv" in op else "cuda.matmul"
+        return "tf32" if SWITCHES[switch].fp32_precision == "tf32" else None
+
+    def _in_step(self) -> bool:
         # Activation checkpointing runs parts of the forward again inside backward, with gradients
         # enabled; backward's own products have rounded operands already.
         recomputing = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
         return self._forward_depth > 0 or recomputing
-
-    def _mark_tf32_product(self, inside: bool) -> None:
-        self._in_tf32_product = inside
-
-    @contextmanager
-    def _keeping_fp32(self) -> Iterator[None]:
-        self._fp32_depth += 1
-        try:
-            yield
-        finally:
-            self._fp32_depth -= 1
 
 
 @contextmanager
@@ -172,13 +184,14 @@ def applied(
     device: torch.device,
     backend: str = "auto",
     trace_forward: Callable[[], object] | None = None,
+    paused: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Execution]:
     """Put `policy` in force on `model` until the context ends, then undo all of it.
 
     Sets and reads back every backend switch, casts weights and floating buffers in place if
     `param_format` says so (create the optimizer afterwards, inside), runs the chosen modules in
-    FP32 and registers op kernels. Contexts nest; they must end in the reverse order, and an inner
-    policy must not leave to autocast what an outer one has overridden.
+    FP32, registers op kernels and keeps compiled code eager. Contexts nest; they must end in the
+    reverse order, and an inner policy must not leave to autocast what an outer one has overridden.
 
     Args:
         policy: The policy.
@@ -189,6 +202,8 @@ def applied(
             in FP32, rounding operands and results; `native` and `emulated` ask for one of them.
         trace_forward: Runs one forward pass of the model; only called, without gradients, to find
             the last linear layer for the selector `output_head`.
+        paused: Context in which random draws are not counted: the policy runs a piece of the model
+            twice, and they come again.
 
     Raises:
         ValueError: A module pattern or an op name matches nothing, the backend is unknown or
@@ -199,24 +214,46 @@ def applied(
     head = OutputHead()
     if "output_head" in policy.fp32_selectors:
         head = output_head(model, trace_forward)
-    fp32_names = select(policy, model, head)
+    per_direction = {d: select(policy, model, head, direction=d) for d in DIRECTIONS}
+    fp32_names = tuple(n for n in per_direction["forward"] if n in per_direction["backward"])
+    directed = {n: d for d, ns in per_direction.items() for n in ns if n not in fp32_names}
     with ExitStack() as stack:
-        tf32_switches = plan.tf32 == "native"
-        switches = stack.enter_context(_backend_switches(tf32_switches))
+        stack.enter_context(eager())
+        switches = stack.enter_context(_backend_switches(plan.native_tf32))
         execution = Execution(
             policy,
             device,
             plan=plan,
             switches=switches,
             fp32_module_names=fp32_names,
+            directed_module_names=directed,
+            passes=Passes(device, paused=paused),
+            compiled=compiled_modules(model),
         )
         dtype = LOW_DTYPES.get(policy.param_format, torch.float32)
         stack.enter_context(stored_in(model, dtype, except_modules=fp32_names))
         if policy.compute_format != "fp32":
-            region = _region(execution, tf32_switches)
-            stack.enter_context(in_region(model, fp32_names, region))
-        stack.enter_context(registered(_overrides(execution, model, plan, head)))
-        stack.enter_context(_key_included(TF32_KEY, plan.tf32 == "emulated"))
+            kept = kept_in_fp32(
+                model,
+                {**dict.fromkeys(fp32_names, DIRECTIONS), **{n: (d,) for n, d in directed.items()}},
+                device_type=device.type,
+                passes=execution.passes,
+                products=execution.products,
+                switch=_TF32_SWITCH if plan.native_tf32 else None,
+            )
+            stack.enter_context(kept)
+        kernels = policy_kernels(
+            policy,
+            model,
+            plan=plan,
+            device_type=device.type,
+            head=head,
+            passes=execution.passes,
+            products=execution.products,
+            used=execution._emulated_ops_used,
+        )
+        stack.enter_context(registered(kernels))
+        stack.enter_context(key_included(ROUNDING_KEY, plan.products is not None))
         yield execution
 
 
@@ -232,42 +269,13 @@ def _check(policy: PrecisionPolicy) -> None:
                 f"policy.{field}={list(getattr(policy, field))!r} has no effect with "
                 "policy.compute_format='fp32'; allowed: an empty list"
             )
-
-
-def _region(execution: Execution, tf32_switches: bool) -> Region:
-    if tf32_switches:
-        return ieee_region(
-            lambda: str(SWITCHES[_TF32_SWITCHES[0]].fp32_precision),
-            lambda value: _set_switches(value, _TF32_SWITCHES),
+    directed = [entry for entry in policy.fp32_modules if split_direction(entry)[0]]
+    if directed and policy.param_format != "fp32":
+        raise ValueError(
+            f"policy.fp32_modules={directed[0]!r} has a direction, which makes no sense with "
+            f"policy.param_format={policy.param_format!r}: a module has its weights in one format; "
+            "allowed: the pattern alone"
         )
-    return fp32_region(execution.device.type, execution._keeping_fp32)
-
-
-def _overrides(
-    execution: Execution, model: nn.Module, plan: Plan, head: OutputHead
-) -> list[Override]:
-    policy = execution.policy
-    if policy.compute_format == "fp32":
-        return []
-    changes = policy_actions(policy, functional_overloads)
-    used = execution._emulated_ops_used
-    kept_ids = frozenset() if head.weight is None else frozenset({id(head.weight)})
-    if policy.compute_format == "tf32":
-        return tf32_kernels(
-            changes,
-            plan,
-            active=execution._tf32_active,
-            mark=execution._mark_tf32_product,
-            used=used,
-            kept_ids=kept_ids,
-        )
-    low = LOW_DTYPES[policy.compute_format]
-    return [
-        *autocast_overrides(
-            changes, model, device_type=execution.device.type, low=low, kept_ids=kept_ids
-        ),
-        *sixteen_bit_overrides(low, plan.emulated_ops, used),
-    ]
 
 
 def _set_switches(value: str, names: tuple[str, ...]) -> None:
@@ -275,35 +283,25 @@ def _set_switches(value: str, names: tuple[str, ...]) -> None:
         SWITCHES[name].fp32_precision = value
 
 
+_TF32_SWITCH = (
+    lambda: str(SWITCHES[_TF32_SWITCHES[0]].fp32_precision),
+    lambda value: _set_switches(value, _TF32_SWITCHES),
+)
+
+
 @contextmanager
 def _backend_switches(tf32: bool) -> Iterator[dict[str, str]]:
     """Set every switch and yield the values read back."""
     before = {name: switch.fp32_precision for name, switch in SWITCHES.items()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
+        # Torch leaves it by itself under CUDA's autocast, but not under the CPU's.
+        torch.backends.mha.set_fastpath_enabled(False)
         _set_switches("ieee", tuple(SWITCHES))
         if tf32:
             _set_switches("tf32", _TF32_SWITCHES)
         yield {name: switch.fp32_precision for name, switch in SWITCHES.items()}
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         for name, value in before.items():
             SWITCHES[name].fp32_precision = value
-
-
-@contextmanager
-def _key_included(name: str, included: bool) -> Iterator[None]:
-    """Add a dispatch key to this thread's set, or take an outer policy's away, for a while."""
-    key = getattr(torch._C.DispatchKey, name)
-    before = torch._C._dispatch_tls_is_dispatch_key_included(key)
-    if included:
-        fall_through(name)
-    _include(key, included)
-    try:
-        yield
-    finally:
-        _include(key, before)
-
-
-def _include(key: torch._C.DispatchKey, included: bool) -> None:
-    # Autocast keys are excluded by default, which wins over being included.
-    torch._C._dispatch_tls_set_dispatch_key_included(key, included)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(key, not included)

@@ -73,6 +73,26 @@ def fall_through(key: str) -> Any:
     return library
 
 
+@contextmanager
+def key_included(name: str, included: bool) -> Iterator[None]:
+    """Add a dispatch key to this thread's set, or take an outer policy's away, for a while."""
+    key = getattr(torch._C.DispatchKey, name)
+    before = torch._C._dispatch_tls_is_dispatch_key_included(key)
+    if included:
+        fall_through(name)
+    _include(key, included)
+    try:
+        yield
+    finally:
+        _include(key, before)
+
+
+def _include(key: torch._C.DispatchKey, included: bool) -> None:
+    # Autocast keys are excluded by default, which wins over being included.
+    torch._C._dispatch_tls_set_dispatch_key_included(key, included)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, not included)
+
+
 def overload(name: str) -> OpOverload:
     """Return the op called `name` (`sum`, `sum.dim_IntList`)."""
     base, _, variant = name.partition(".")

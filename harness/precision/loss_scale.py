@@ -39,7 +39,7 @@ class LossScale:
 
         Source: `torch.amp.GradScaler.update` (aten `_amp_update_scale_`); DeepSpeed,
         `runtime/fp16/loss_scaler.py`, `DynamicLossScaler.update_scale` with
-        `consecutive_hysteresis=False` and `raise_error_at_min_scale` off.
+        `raise_error_at_min_scale` off.
         """
         if self.settings.kind == "dynamic":
             return self._next_torch(grads_finite)
@@ -71,8 +71,10 @@ class LossScale:
             return dataclasses.replace(self, scale=scale, clean_steps=0)
         clean = self.clean_steps + 1
         if clean < rule.growth_interval:
-            return dataclasses.replace(self, clean_steps=clean)
-        # Growth refills the hysteresis; clean steps alone do not.
+            # Growth refills the hysteresis; a clean step alone only if overflows must be
+            # consecutive to count.
+            left = rule.hysteresis if rule.consecutive_hysteresis else self.overflows_left
+            return dataclasses.replace(self, clean_steps=clean, overflows_left=left)
         return LossScale(
             settings=rule,
             scale=self.scale * rule.growth_factor,

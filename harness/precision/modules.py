@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from harness.precision.directions import Direction, entries_for, split_direction
+from harness.precision.passes import random_state_kept
 from harness.precision.policy import PrecisionPolicy
 from harness.precision.undisturbed import undisturbed
 
@@ -39,7 +41,7 @@ def resolve(patterns: Iterable[str], model: nn.Module) -> tuple[str, ...]:
     `ModuleDict`) stands for its members.
 
     Args:
-        patterns: Patterns of `policy.fp32_modules`.
+        patterns: Patterns of `policy.fp32_modules`; a direction before one is passed over.
         model: The model; its root has no name and matches nothing.
 
     Raises:
@@ -50,25 +52,34 @@ def resolve(patterns: Iterable[str], model: nn.Module) -> tuple[str, ...]:
     names = [name for name in modules if name]
     matched: set[str] = set()
     for pattern in patterns:
-        hits = [name for name in names if _matches(pattern, name)]
+        wanted = split_direction(pattern)[1]
+        hits = [name for name in names if _matches(wanted, name)]
         if not hits:
             raise ValueError(
-                f"policy.fp32_modules: {pattern!r} matches no module; {_closest(pattern, names)}"
+                f"policy.fp32_modules: {pattern!r} matches no module; {_closest(wanted, names)}"
             )
         for hit in hits:
             matched.update(_callable_members(hit, modules[hit]))
     return tuple(name for name in names if name in matched)
 
 
-def select(policy: PrecisionPolicy, model: nn.Module, head: OutputHead) -> tuple[str, ...]:
+def select(
+    policy: PrecisionPolicy,
+    model: nn.Module,
+    head: OutputHead,
+    *,
+    direction: Direction = "forward",
+) -> tuple[str, ...]:
     """Return the names of all modules that a policy keeps in FP32, in the model's order.
 
     Args:
         policy: Its `fp32_modules` must match something; its `fp32_selectors` need not.
         model: The model.
         head: From `output_head`, if the policy selects it.
+        direction: Patterns of the other direction do not count, but are checked.
     """
-    chosen = set(resolve(policy.fp32_modules, model))
+    resolve(policy.fp32_modules, model)
+    chosen = set(resolve(entries_for(policy.fp32_modules, direction), model))
     if "normalization" in policy.fp32_selectors:
         chosen.update(normalizations(model))
     if "output_head" in policy.fp32_selectors and head.module is not None:
@@ -160,8 +171,9 @@ class _WeightProducts(TorchFunctionMode):
 
 
 def _random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    return torch.random.fork_rng(devices=sorted(devices))
+    # The CPU's generator is kept for a model on any device.
+    devices = [parameter.device for parameter in model.parameters()]
+    return random_state_kept(devices[0] if devices else torch.device("cpu"))
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
+from harness.precision.directions import Direction, split_direction
 from harness.precision.policy import PrecisionPolicy
 
 
@@ -89,6 +91,14 @@ CPU_ONLY_FOLLOW = _names(
 )
 # These follow their inputs on CUDA, and the CPU has no 16-bit kernel for them.
 CPU_WITHOUT_KERNEL = ("avg_pool3d",)
+# On CUDA all of a layer goes to cuDNN in the compute format, its state too; on a CPU the layers are
+# composites whose state would stay in FP32.
+CPU_RECURRENT = _names(
+    """
+    gru.data gru.input lstm.data lstm.input rnn_relu.data rnn_relu.input rnn_tanh.data
+    rnn_tanh.input
+    """
+)
 # What CPU autocast lowers by itself as CUDA's does, with a cache of cast weights.
 CPU_NATIVE_LOW = _names(
     """
@@ -157,36 +167,64 @@ CUDA_ACTIONS: Mapping[str, Action] = {
 OverloadLookup = Callable[[str], tuple[str, ...]]
 
 
-def policy_actions(policy: PrecisionPolicy, overloads_of: OverloadLookup) -> dict[str, Action]:
-    """Return what a policy changes in CUDA's lists: op name -> action.
+def policy_actions(
+    policy: PrecisionPolicy,
+    overloads_of: OverloadLookup,
+    *,
+    direction: Direction = "forward",
+) -> dict[str, Action]:
+    """Return what a policy changes in CUDA's lists in one direction: op name -> action.
 
     Later ones win: `low_precision_ops`, then selectors, then `fp32_ops`.
 
     Args:
         policy: The policy; module patterns and module-type selectors are not ops and not here.
         overloads_of: Looks an op that is in no list up in the registry.
+        direction: Entries that start with the other one's name do not count.
 
     Raises:
         ValueError: An op or family name is unknown; the message names the closest ones.
     """
     changes: dict[str, Action] = {}
-    explicit_low = [name for name in policy.low_precision_ops if name != "all"]
-    if "all" in policy.low_precision_ops:
+    low = [e for e in _entries(policy, "low_precision_ops", overloads_of) if e.concerns(direction)]
+    if any(entry.name == "all" for entry in low):
         changes.update(_hand_cast_actions())
-    for name in explicit_low:
-        ops = expand(name, key="policy.low_precision_ops", overloads_of=overloads_of)
-        changes.update(dict.fromkeys(ops, Action.LOW))
+    for entry in low:
+        changes.update(dict.fromkeys(entry.ops, Action.LOW))
     if "attention_scores" in policy.fp32_selectors:
         changes.update(_attention_score_actions())
     if "loss" in policy.fp32_selectors:
         changes.update(dict.fromkeys(LOSS_OPS, Action.FP32))
-    for name in policy.fp32_ops:
-        if name == "attention_scores":
-            changes.update(_attention_score_actions())
-            continue
-        ops = expand(name, key="policy.fp32_ops", overloads_of=overloads_of)
-        changes.update(dict.fromkeys(ops, Action.FP32))
+    for entry in _entries(policy, "fp32_ops", overloads_of):
+        if entry.concerns(direction):
+            scores = entry.name == "attention_scores"
+            kept = dict.fromkeys(entry.ops, Action.FP32)
+            changes.update(_attention_score_actions() if scores else kept)
     return changes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """One entry of a policy's op lists; `ops` is empty for `all`."""
+
+    name: str
+    direction: Direction | None
+    ops: tuple[str, ...]
+
+    def concerns(self, direction: Direction) -> bool:
+        return self.direction in (None, direction)
+
+
+def _entries(policy: PrecisionPolicy, field: str, overloads_of: OverloadLookup) -> list[_Entry]:
+    """Return the entries of `fp32_ops` or `low_precision_ops`, each checked."""
+    entries = []
+    for written in getattr(policy, field):
+        direction, name = split_direction(written)
+        ops: tuple[str, ...] = ()
+        if not (name == "all" and field == "low_precision_ops"):
+            ops = expand(name, key=f"policy.{field}", overloads_of=overloads_of)
+        entries.append(_Entry(name=name, direction=direction, ops=ops))
+    return entries
 
 
 def expand(name: str, *, key: str, overloads_of: OverloadLookup) -> tuple[str, ...]:

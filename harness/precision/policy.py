@@ -12,12 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16"]
+from harness.numerics.formats import ROUNDINGS, Rounding, is_format
+
+OperandScaling = Literal["none", "per_tensor"]
 ParamFormat = Literal["fp32", "bf16", "fp16"]
+WeightRounding = Literal["nearest", "stochastic"]
 LossScaleKind = Literal["none", "static", "dynamic", "deepspeed"]
 Selector = Literal["normalization", "attention_scores", "output_head", "loss"]
 
-COMPUTE_FORMATS: tuple[ComputeFormat, ...] = ("fp32", "tf32", "bf16", "fp16")
+# Formats that policies can ask a device for; any other one (`fp8_e4m3`, `e5m3`) is emulated in FP32
+# storage by rounding what products read.
+DEVICE_FORMATS = ("fp32", "tf32", "bf16", "fp16")
+FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
+OPERAND_SCALINGS: tuple[OperandScaling, ...] = ("none", "per_tensor")
+WEIGHT_ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "stochastic")
 PARAM_FORMATS: tuple[ParamFormat, ...] = ("fp32", "bf16", "fp16")
 LOSS_SCALE_KINDS: tuple[LossScaleKind, ...] = ("none", "static", "dynamic", "deepspeed")
 SELECTORS: tuple[Selector, ...] = ("normalization", "attention_scores", "output_head", "loss")
@@ -27,7 +35,7 @@ _USED_BY_KIND: Mapping[LossScaleKind, tuple[str, ...]] = {
     "none": ("kind",),
     "static": ("kind", "init_scale"),
     "dynamic": _DYNAMIC,
-    "deepspeed": (*_DYNAMIC, "hysteresis", "min_scale"),
+    "deepspeed": (*_DYNAMIC, "hysteresis", "min_scale", "consecutive_hysteresis"),
 }
 
 
@@ -37,8 +45,8 @@ class LossScaleSettings:
 
     `dynamic` follows `torch.amp.GradScaler`: halve and skip the step on overflow, double after
     `growth_interval` clean steps. `deepspeed` adds `hysteresis` (that many overflows before the
-    scale falls) and `min_scale`, as DeepSpeed's dynamic scaler does. A field that the kind does not
-    use must keep its default.
+    scale falls; with `consecutive_hysteresis` a clean step refills them) and `min_scale`, as
+    DeepSpeed's dynamic scaler does. A field that the kind does not use must keep its default.
     """
 
     kind: LossScaleKind = "none"
@@ -48,6 +56,7 @@ class LossScaleSettings:
     growth_interval: int = 2000
     hysteresis: int = 1
     min_scale: float = 0.0
+    consecutive_hysteresis: bool = False
 
     def __post_init__(self) -> None:
         _require(self.kind in LOSS_SCALE_KINDS, "loss_scale.kind", self.kind, LOSS_SCALE_KINDS)
@@ -82,8 +91,22 @@ class PrecisionPolicy:
         description: One sentence for the report.
         compute_format: Format of the ops that CUDA autocast lowers (matmul, linear, convolution,
             ...). `fp32` means no autocast at all; `tf32` keeps FP32 storage and rounds operands.
+            Any other format (`fp8_e4m3`, `fp8_e5m2`, or `e<exponent bits>m<mantissa bits>`) is
+            emulated: FP32 storage, what products read is rounded, everything else stays FP32.
+        gradient_format: Format that an emulated compute format's products read gradients in;
+            empty: the compute format itself.
+        rounding: How an emulated compute format rounds.
+        operand_scaling: `per_tensor` multiplies an operand of an emulated format before rounding
+            so that its largest magnitude becomes the format's largest finite value, and divides
+            afterwards.
+        round_results: Whether an emulated format also rounds what products return.
+        weight_rounding: How an update is rounded into 16-bit weights: `nearest` lets the optimizer
+            work in that format; `stochastic` computes the update (and keeps optimizer state) in
+            FP32 and rounds the new weight up or down at random, without bias.
         param_format: Storage of weights, floating buffers, gradients and so of optimizer state.
-        fp32_ops: Op or op-family names forced to FP32. A name that is unknown is an error.
+        fp32_ops: Op or op-family names forced to FP32. A name that is unknown is an error. Like
+            `fp32_modules` and `low_precision_ops`, an entry may start with `forward:` or
+            `backward:` and then concerns that direction only.
         fp32_modules: Module patterns forced to FP32 (see `precision.modules`). A pattern that
             matches no module is an error.
         fp32_selectors: Structural selectors that mean something on any model and may match
@@ -99,8 +122,13 @@ class PrecisionPolicy:
 
     name: str
     description: str = ""
-    compute_format: ComputeFormat = "fp32"
+    compute_format: str = "fp32"
+    gradient_format: str = ""
+    rounding: Rounding = "nearest"
+    operand_scaling: OperandScaling = "none"
+    round_results: bool = False
     param_format: ParamFormat = "fp32"
+    weight_rounding: WeightRounding = "nearest"
     fp32_ops: tuple[str, ...] = ()
     fp32_modules: tuple[str, ...] = ()
     fp32_selectors: tuple[Selector, ...] = ()
@@ -112,10 +140,10 @@ class PrecisionPolicy:
     def __post_init__(self) -> None:
         _require(bool(self.name), "policy.name", self.name, "a non-empty name")
         _require(
-            self.compute_format in COMPUTE_FORMATS,
+            self.compute_format in DEVICE_FORMATS or is_emulated_format(self.compute_format),
             "policy.compute_format",
             self.compute_format,
-            COMPUTE_FORMATS,
+            _FORMATS_IN_WORDS,
         )
         _require(
             self.param_format in PARAM_FORMATS,
@@ -123,9 +151,39 @@ class PrecisionPolicy:
             self.param_format,
             PARAM_FORMATS,
         )
+        self._check_rounding()
         for selector in self.fp32_selectors:
             _require(selector in SELECTORS, "policy.fp32_selectors", selector, SELECTORS)
         _require(self.perturbation >= 0, "policy.perturbation", self.perturbation, ">= 0")
+
+    def _check_rounding(self) -> None:
+        """Refuse values that are not allowed, and fields without an effect."""
+        gradient_format_known = not self.gradient_format or is_format(self.gradient_format)
+        for name, holds, allowed in (
+            ("gradient_format", gradient_format_known, ("an empty string", *_FORMATS_IN_WORDS)),
+            ("rounding", self.rounding in ROUNDINGS, ROUNDINGS),
+            ("operand_scaling", self.operand_scaling in OPERAND_SCALINGS, OPERAND_SCALINGS),
+            ("weight_rounding", self.weight_rounding in WEIGHT_ROUNDINGS, WEIGHT_ROUNDINGS),
+        ):
+            _require(holds, f"policy.{name}", getattr(self, name), allowed)
+        if not is_emulated_format(self.compute_format):
+            other = f"policy.compute_format={self.compute_format!r}"
+            for name in ("gradient_format", "rounding", "operand_scaling", "round_results"):
+                self._require_default(name, other)
+        if self.param_format == "fp32":
+            self._require_default("weight_rounding", "policy.param_format='fp32'")
+        if self.compute_format == "tf32" or is_emulated_format(self.compute_format):
+            self._require_default(
+                "low_precision_ops", f"policy.compute_format={self.compute_format!r}"
+            )
+
+    def _require_default(self, name: str, other: str) -> None:
+        value = getattr(self, name)
+        default = next(f.default for f in dataclasses.fields(self) if f.name == name)
+        if value != default:
+            raise ValueError(
+                f"policy.{name}={value!r} has no effect with {other}; allowed: {default!r}"
+            )
 
     @property
     def is_control(self) -> bool:
@@ -174,6 +232,14 @@ class PrecisionPolicy:
         if not isinstance(scale, LossScaleSettings):
             values["loss_scale"] = LossScaleSettings(**dict(scale))
         return cls(**values)
+
+
+_FORMATS_IN_WORDS = (*DEVICE_FORMATS, *FP8_FORMATS, "e<exponent bits 2-8>m<mantissa bits 1-22>")
+
+
+def is_emulated_format(name: str) -> bool:
+    """Return whether a compute format exists in FP32 storage only: FP8, or any `e<E>m<M>`."""
+    return name not in DEVICE_FORMATS and is_format(name)
 
 
 def _names(key: str, value: Any) -> tuple[str, ...]:

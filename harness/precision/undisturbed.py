@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,14 +24,38 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     target network; a policy that is traced once more than another would then train another model.
     Attributes are put back by reference: what changes inside a list of the user's own stays so.
     """
-    attributes = [(module, dict(vars(module)), module.training) for module in model.modules()]
+    values = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    try:
+        with attributes_kept(model):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in values:
+                # An unchanged tensor is not written to.
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back every attribute of `model` and its modules on exit, and their random generators.
+
+    By reference: the elements of tensors stay as they are then.
+    """
+    modules = list(model.modules())
+    attributes = [(module, dict(vars(module)), module.training) for module in modules]
     registries = [
         (registry, dict(registry))
-        for module in model.modules()
+        for module in modules
         for registry in (vars(module)[name] for name in _REGISTRIES)
         if isinstance(registry, dict)  # TorchScript's are views that cannot be assigned to
     ]
-    values = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    generators = [
+        put_back
+        for module in modules
+        for value in vars(module).values()
+        if (put_back := _generator_position(value)) is not None
+    ]
     try:
         yield
     finally:
@@ -37,13 +64,25 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = training  # TorchScript keeps it elsewhere
         for registry, before in registries:
             _put_back(registry, before)
-        with torch.no_grad():
-            for tensor, value in values:
-                # An unchanged tensor is not written to.
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
+        for put_back in generators:
+            put_back()
 
 
 def _put_back(current: dict[str, Any], before: dict[str, Any]) -> None:
     current.clear()
     current.update(before)
+
+
+def _generator_position(value: object) -> Callable[[], object] | None:
+    """Return what puts a random generator back to where it is now; None for anything else."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: value.set_state(state)
+    if isinstance(value, random.Random):
+        position = value.getstate()
+        return lambda: value.setstate(position)
+    if isinstance(value, (np.random.Generator, np.random.RandomState)):
+        bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+        before = copy.deepcopy(getattr(bits, "state", None))
+        return lambda: setattr(bits, "state", before)
+    return None

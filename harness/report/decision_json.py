@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Any
 
 from harness.analysis.findings import Estimate, ModelFindings, Ratio, Verdict
+from harness.analysis.probe_findings import LossScaleWindow, ModuleFinding, ProbeFindings
 from harness.report.text import candidates, controls
 
 SCHEMA_VERSION = 1
@@ -40,6 +41,7 @@ def decision_document(findings: ModelFindings) -> dict[str, Any]:
         "not_tested": findings.not_tested,
         "command": findings.command,
         "rule": findings.rule,
+        "profiles": findings.profiles,
         "failed": findings.failed,
     }
     plain = _plain(document)
@@ -88,6 +90,15 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
             name: {"candidate": candidate, "reference": reference}
             for name, (candidate, reference) in verdict.diagnostics.items()
         },
+        "probe": None if verdict.probe is None else _probe(verdict.probe),
+        "modules": [_module(module) for module in verdict.modules],
+        "guilty_module": verdict.guilty_module,
+        "guilty_sentence": verdict.guilty_sentence,
+        "triage": verdict.triage,
+        "loss_scale_window": None
+        if verdict.loss_scale_window is None
+        else _window(verdict.loss_scale_window),
+        "memory_note": verdict.memory_note,
         "description": verdict.description,
         "policy_content": verdict.policy_content,
     }
@@ -96,8 +107,28 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 def _control(verdict: Verdict) -> dict[str, Any]:
     """A control is drawn, never judged: what reads like a judgement is left out."""
     judged = {"outcome", "lean", "extra_seeds", "extra_seeds_reason", "settle_command"}
-    judged |= {"p_accept", "p_accept_holm", "p_reject"}
+    judged |= {"p_accept", "p_accept_holm", "p_reject", "probe", "guilty_module"}
+    judged |= {"guilty_sentence"}
     return {key: value for key, value in _verdict(verdict).items() if key not in judged}
+
+
+def _probe(probe: ProbeFindings) -> dict[str, Any]:
+    return {**dataclasses.asdict(probe), "passes": probe.passes}
+
+
+def _module(module: ModuleFinding) -> dict[str, Any]:
+    document = dataclasses.asdict(module)
+    for name in ("zero_grad_share", "zero_output_share", "update_to_weight"):
+        pair = document[name]
+        document[name] = None if pair is None else {"candidate": pair[0], "reference": pair[1]}
+    document["formats"] = dict(module.formats)
+    return document
+
+
+def _window(window: LossScaleWindow) -> dict[str, Any]:
+    document = dataclasses.asdict(window)
+    document["format"] = document.pop("fmt")
+    return document
 
 
 def _estimate(estimate: Estimate) -> dict[str, Any]:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from harness.analysis.findings import ModelFindings
-from harness.report.evidence import Evidence
 from harness.report.figures.canvas import Drawing, page_svg
 from harness.report.style import PolicyStyle, candidate_styles
 from harness.report.templating import html_environment
 from harness.report.text import counted, outcome_label, safe_name
-from harness.report.view import context
 
 
 def report_page(
-    evidence: Evidence, drawings: Mapping[str, Drawing], styles: Mapping[str, PolicyStyle]
+    values: Mapping[str, Any],
+    drawings: Mapping[str, Drawing],
+    styles: Mapping[str, PolicyStyle],
 ) -> str:
-    """Return the report of one model as one HTML document, without scripts or outside links."""
+    """Return the report of one model as one HTML document, without scripts or outside links.
+
+    Args:
+        values: What `view.context` returns.
+        drawings: Name -> figure; the page says so in words where one is missing.
+        styles: Policy -> look.
+    """
     from markupsafe import Markup
 
     colours = {style.colour: style.variable for style in candidate_styles()}
@@ -27,7 +34,7 @@ def report_page(
     }
     template = html_environment().get_template("report.html.j2")
     return template.render(
-        **context(evidence),
+        **values,
         drawings=drawings,
         figures=figures,
         styles=styles,

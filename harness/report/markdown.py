@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from harness.report.evidence import Evidence
+from collections.abc import Mapping
+from typing import Any
+
 from harness.report.templating import markdown_environment
-from harness.report.view import context
 
 
-def report_markdown(evidence: Evidence) -> str:
-    """Return the report as Markdown with tables and no HTML."""
+def report_markdown(values: Mapping[str, Any]) -> str:
+    """Return the report as Markdown with tables and no HTML.
+
+    Args:
+        values: What `view.context` returns.
+    """
     template = markdown_environment().get_template("report.md.j2")
-    return template.render(**context(evidence))
+    return template.render(**values)

@@ -20,6 +20,7 @@ from harness.report.phrases import (
     own_margin_hint,
     reason_phrase,
 )
+from harness.report.rounding_error import callout
 from harness.report.text import (
     ENDPOINT_LABELS,
     NOT_AVAILABLE,
@@ -57,6 +58,8 @@ def print_findings(findings: ModelFindings, console: Console, *, report_path: Pa
         console.print(Text.assemble(("Caution: ", "yellow"), caution))
     for reason in _why(findings):
         console.print(reason)
+    for line in _where_to_look(findings):
+        console.print(line)
     if findings.failed:
         console.print(Text(f"No verdict: {findings.failed}", style="bold red"))
     console.print(Text.assemble(("Recommendation: ", "bold"), findings.choice.sentence))
@@ -171,6 +174,15 @@ def _footnotes(findings: ModelFindings, *, wide: bool) -> list[str]:
             f"Speed: {findings.choice.speed_basis}; step times on {findings.device} did not count."
         )
     return lines
+
+
+def _where_to_look(findings: ModelFindings) -> list[Text]:
+    """Return the module that the evidence names for each candidate, as the page shows it."""
+    return [
+        Text.assemble((f"{verdict.policy}: ", _STYLES[verdict.outcome]), (sentence, "bold"))
+        for verdict in findings.verdicts
+        if not verdict.is_control and (sentence := callout(verdict).replace("`", ""))
+    ]
 
 
 def _why(findings: ModelFindings) -> list[Text]:

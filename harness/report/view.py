@@ -10,12 +10,14 @@ from harness.analysis.findings import Estimate, ModelFindings, Reason, Verdict
 from harness.analysis.wording import margin_basis
 from harness.report.costs import cost_notes, cost_rows
 from harness.report.evidence import Evidence, trouble
+from harness.report.evidence_view import evidence_context
 from harness.report.phrases import (
     diagnostic_label,
     emulated_policies,
     margin_lines,
     own_margin_hint,
 )
+from harness.report.rounding_error import callout
 from harness.report.text import (
     ENDPOINT_LABELS,
     ENDPOINTS,
@@ -56,6 +58,8 @@ class VerdictView:
         notes: Further sentences: seeds used and dropped, correction, lag, further seeds.
         diagnostics: (name, candidate, reference).
         settle_command: Command that adds the seeds which should settle it.
+        callout: The guilty module and why, in one sentence; empty where none is named.
+        module: The guilty module's name; None likewise.
     """
 
     policy: str
@@ -71,6 +75,8 @@ class VerdictView:
     notes: tuple[str, ...]
     diagnostics: tuple[tuple[str, str, str], ...]
     settle_command: str | None
+    callout: str
+    module: str | None
 
 
 def verdict_views(evidence: Evidence) -> tuple[VerdictView, ...]:
@@ -111,6 +117,8 @@ def _verdict_view(verdict: Verdict, findings: ModelFindings) -> VerdictView:
             for name, (ours, theirs) in verdict.diagnostics.items()
         ),
         settle_command=None if verdict.is_control else verdict.settle_command,
+        callout="" if verdict.is_control else callout(verdict),
+        module=None if verdict.is_control else verdict.guilty_module,
     )
 
 
@@ -227,6 +235,7 @@ def context(evidence: Evidence) -> dict[str, Any]:
         "settings": _settings(evidence),
         "rule": list(flattened(findings.rule)),
         "hashes": _hashes(evidence),
+        **evidence_context(evidence),
         "num_emulated": sum(v.execution == "emulated" for v in findings.verdicts),
     }
 

@@ -14,6 +14,7 @@ from harness.report.html import index_page, report_page
 from harness.report.markdown import report_markdown
 from harness.report.style import policy_styles
 from harness.report.text import controls
+from harness.report.view import context
 from harness.runs.record import RunRecord, write_atomically
 
 
@@ -67,8 +68,9 @@ def write_report(
         decision=folder / "decision.json",
         figures=figures,
     )
-    write_atomically(paths.html, report_page(evidence, drawings, styles))
-    write_atomically(paths.markdown, report_markdown(evidence))
+    values = context(evidence)
+    write_atomically(paths.html, report_page(values, drawings, styles))
+    write_atomically(paths.markdown, report_markdown(values))
     write_atomically(paths.decision, decision_text(findings))
     return paths
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.precision.module_calls import ROOT, ModuleCalls, autograd_position
 from harness.runs.record import CrashReport
 
 _OWN_FOLDER = str(Path(__file__).resolve().parents[1])
@@ -30,11 +31,13 @@ class Position:
         doing: What is being done, as the report says it: `while building the model`, ...
         step: Batch index, None before the first step.
         module: Where it happened, if found out on the spot.
+        op: The op that raised, as the report says it, if found out on the spot.
     """
 
     doing: str = "while starting"
     step: int | None = None
     module: str | None = None
+    op: str | None = None
 
 
 def describe_crash(error: Exception, *, position: Position, model: nn.Module | None) -> CrashReport:
@@ -49,6 +52,7 @@ def describe_crash(error: Exception, *, position: Position, model: nn.Module | N
     where = position.doing if position.step is None else f"{position.doing} at step {position.step}"
     if expressible:
         inside = f", module `{module}`" if module else ""
+        inside += f", {position.op}" if position.op else ""
         line = _users_line(error.__traceback__)
         at = f" ({line})" if line else ""
         sentence = f"{type(error).__name__} {where}{inside}{at}: {message}"
@@ -96,11 +100,6 @@ def _users_line(trace: TracebackType | None) -> str | None:
     return found
 
 
-def autograd_position() -> int:
-    """Return autograd's counter of recorded ops, for `module_of_failed_backward`."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
 def module_of_failed_backward(
     error: Exception, *, model: nn.Module, recorded_from: int, forward_again: Callable[[], object]
 ) -> str | None:
@@ -119,12 +118,15 @@ def module_of_failed_backward(
     if node is None:
         return None
     place = node._sequence_nr() - recorded_from
+    calls = ModuleCalls()
     try:
-        spans = _recorded_spans(model, forward_again)
+        with calls.watching(model):
+            start = autograd_position()
+            forward_again()
     except RuntimeError:
         return None  # out of memory, say: the crash to report is the first one
-    inside = [(end - start, name) for name, start, end in spans if start <= place < end]
-    return min(inside)[1] if inside else None
+    found = calls.recorded_by(start + place)
+    return None if found == ROOT else found
 
 
 def _failed_node(trace: TracebackType | None) -> Any:
@@ -135,31 +137,3 @@ def _failed_node(trace: TracebackType | None) -> Any:
                 found = value
         trace = trace.tb_next
     return found
-
-
-def _recorded_spans(
-    model: nn.Module, forward_again: Callable[[], object]
-) -> list[tuple[str, int, int]]:
-    open_calls: list[int] = []
-    spans: list[tuple[str, int, int]] = []
-    start = 0
-
-    def enter(module: nn.Module, args: Any) -> None:
-        open_calls.append(autograd_position() - start)
-
-    def leave(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            spans.append((name, open_calls.pop(), autograd_position() - start))
-
-        return hook
-
-    named = [(name, module) for name, module in model.named_modules() if name]
-    hooks = [module.register_forward_pre_hook(enter) for _, module in named]
-    hooks += [module.register_forward_hook(leave(name)) for name, module in named]
-    start = autograd_position()
-    try:
-        forward_again()
-    finally:
-        for handle in hooks:
-            handle.remove()
-    return spans

@@ -219,12 +219,16 @@ class Checksum:
     def __init__(self, weights: PlaceWeights) -> None:
         self._weights = weights
         self._sums: list[Tensor] = []
+        self._waiting: list[Tensor] = []
+        self._num_waiting = 0
         self._salt = 0
 
     def add(self, tensor: Tensor) -> None:
         """Continue by a tensor: its shape, dtype and elements in order.
 
-        One elsewhere (the lengths of a packed sequence stay on the CPU) is copied to the device.
+        Small tensors are gathered, since one pass over all costs a fraction of one over each: none
+        may change before `settle` or `value`. One elsewhere (the lengths of a packed sequence stay
+        on the CPU) is copied to the device.
         """
         tensor = tensor.detach().to(self._weights.device, non_blocking=True)
         self._salt = (self._salt * _GOLDEN + _salt(tensor.shape, tensor.dtype)) & _MASK
@@ -232,13 +236,30 @@ class Checksum:
             flat = _as_words(part)
             for start in range(0, flat.numel(), _CHUNK_WORDS):
                 words = flat[start : start + _CHUNK_WORDS]
-                # The shift brings high bits down: multiplying alone moves them out at the top.
-                mixed = words ^ (words >> 29)
-                # Not torch.dot, which CUDA has for floating dtypes only.
-                self._sums.append((mixed * self._weights.first(words.numel())).sum())
+                if self._num_waiting + words.numel() > _CHUNK_WORDS:
+                    self.settle()
+                self._waiting.append(words)
+                self._num_waiting += words.numel()
+
+    def settle(self) -> None:
+        """Sum up what has been added; the tensors may change afterwards."""
+        if not self._waiting:
+            return
+        words = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
+        self._waiting, self._num_waiting = [], 0
+        # The shift brings high bits down: multiplying alone moves them out at the top.
+        mixed = words ^ (words >> 29)
+        # Not torch.dot, which CUDA has for floating dtypes only.
+        self._sums.append((mixed * self._weights.first(words.numel())).sum())
+
+    def add_number(self, number: int) -> None:
+        """Continue by a number that the device need not see; 0 changes nothing."""
+        if number:
+            self._salt = (self._salt * _GOLDEN + number) & _MASK
 
     def value(self) -> Tensor:
         """Return the checksum so far: 0-dim int64 on the device; 0 when nothing was added."""
+        self.settle()
         if not self._sums:
             total = torch.zeros((), dtype=torch.int64, device=self._weights.device)
         else:

@@ -4,7 +4,8 @@ torch's kernels draw other masks in another dtype, so that the same seed is not 
 under another policy. For the duration of a run the dropout ops of ATen get kernels, registered
 below autograd's Python layer, that draw every mask as integers, multiply in FP32 and round once;
 C++ callers (LSTM, multi-head attention) are caught too. Other random draws are made independent of
-the dtype by `random_draws`. All of it is recorded as a checksum per step.
+the dtype by `random_draws`. All of it is recorded as a checksum per step, NumPy's and Python's own
+generators included.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from harness.runs.determinism import Checksum, PlaceWeights
-from harness.runs.random_draws import LOW_PRECISION, register_draws
+from harness.runs.random_draws import LOW_PRECISION, HostGenerators, register_draws
 
 # Klambauer et al. 2017 (self-normalizing networks): -scale * alpha of SELU; as in ATen.
 _ALPHA = 1.7580993408473766
@@ -33,6 +34,7 @@ class MaskRecorder:
         self.weights = PlaceWeights(device)
         self._checksum = Checksum(self.weights)
         self._listening = False
+        self._host = HostGenerators()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -42,11 +44,29 @@ class MaskRecorder:
             yield
         finally:
             self._listening = False
+            self._checksum.settle()
+            self._checksum.add_number(self._host.drawn())
 
-    def add(self, mask: Tensor) -> None:
-        """Add one mask to the step's checksum."""
-        if self._listening and mask.device.type == self.device.type:
-            self._checksum.add(mask)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not record inside: what is drawn there is drawn again."""
+        listening, self._listening = self._listening, False
+        try:
+            yield
+        finally:
+            self._listening = listening
+
+    def add(self, drawn: Tensor, *, stays: bool = False) -> None:
+        """Add one mask or other random tensor to the step's checksum.
+
+        Args:
+            drawn: On any device; only those on the run's own count.
+            stays: Whether nobody else holds it, so that it cannot change before the step's end.
+        """
+        if self._listening and drawn.device.type == self.device.type:
+            self._checksum.add(drawn)
+            if not stays:
+                self._checksum.settle()
 
     def value(self) -> Tensor:
         """Return the last recorded step's checksum: 0-dim int64, 0 where no mask was drawn."""
@@ -73,7 +93,7 @@ class _Masks:
         words = torch.empty((count + 3) // 4, dtype=torch.int64, device=self._device)
         words.random_(-(2**63), None, generator=self._generator.manual_seed(key))
         mask = words.view(torch.int16)[:count].reshape(shape) >= drop_threshold(p)
-        self._recorder.add(mask)
+        self._recorder.add(mask, stays=True)
         return mask
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.precision.audit import audited_step
+from harness.precision.audit_result import StepAudit
 from harness.precision.execution import Execution, applied
 from harness.precision.policy import PrecisionPolicy
 from harness.probes.step_probes import StepProbes
@@ -23,6 +25,7 @@ from harness.runs.determinism import (
 )
 from harness.runs.dropout import MaskRecorder, paired_dropout
 from harness.runs.held_out import HeldOutEvaluator, evaluation_steps
+from harness.runs.phases import Phases
 from harness.runs.series import SeriesBuffer
 from harness.runs.settings import Progress, RunSettings
 from harness.runs.step import TrainingStep
@@ -43,7 +46,11 @@ class TrainingRun:
         policy: PrecisionPolicy,
         settings: RunSettings,
         on_progress: Callable[[Progress], None] | None,
+        *,
+        on_step: Callable[[int], bool] | None = None,
     ) -> None:
+        # Called with the number of completed steps, between two of them; true ends the run.
+        self.on_step = on_step
         self.workload, self.policy, self.settings = workload, policy, settings
         self.position = Position()
         self.notes: set[str] = set()
@@ -52,11 +59,12 @@ class TrainingRun:
         self._reported = 0.0
         self.init_sha256 = ""
         self.series = SeriesBuffer()
-        tail_start = settings.steps - -(-settings.steps // 3)
-        self.probes = StepProbes(stored_format=policy.param_format, tail_start=tail_start)
+        chosen = settings.probes.chosen(settings.steps)
+        self.probes = StepProbes(chosen, num_steps=settings.steps)
         self.evaluator: HeldOutEvaluator | None = None
         self.execution: Execution | None = None
-        self.audit: dict[str, dict[str, int]] = {}
+        self.audit = StepAudit()
+        self.audit_result: dict[str, Any] | None = None
         self.final: dict[str, float] = {}
         self.training_step: TrainingStep | None = None
         self.samples: float | None = None
@@ -91,6 +99,7 @@ class TrainingRun:
                     device=device,
                     backend=self.settings.backend,
                     trace_forward=lambda: workload.loss_fn(model, to_device(first, device)),
+                    paused=masks.paused,
                 )
             )
             start = cpu_copies(model)
@@ -140,6 +149,8 @@ class TrainingRun:
             seed=settings.seed,
             position=self.position,
         )
+        self.training_step.phases = Phases(device, enabled=settings.mark_phases)
+        self.probes.attach(model, optimizer, self.training_step.parameters)
         points = evaluation_steps(settings.steps, settings.tail_evaluations)
         self._evaluate(model, points, done=0)
         for step in range(settings.steps):
@@ -154,24 +165,29 @@ class TrainingRun:
                 self.stopped_early = True
                 return
             self._evaluate(model, points, done=step + 1)
+            if self.on_step is not None and self.on_step(step + 1):
+                return
 
     def _one_step(self, batch: Any, step: int, masks: MaskRecorder) -> None:
         assert self.training_step is not None
         assert self.execution is not None
-        settings = self.settings
-        last = step + 1 == settings.steps
+        last = step + 1 == self.settings.steps
         checksum = Checksum(masks.weights)
         for tensor in iter_tensors(batch):
             checksum.add(tensor)
-        observer = self.probes if last or step % settings.probe_every == 0 else None
+        batch_sum = checksum.value()  # before the step, which may write into its batch
+        observer = self.probes if self.probes.due(step) else None
         if step == 0:
-            with self.execution.audit() as self.audit:
+            assert self.model is not None
+            with audited_step(self.execution, self.model) as self.audit:
                 outcome = self.training_step.run(batch, step=step, observer=observer)
+            self.audit_result = self.audit.result()
         else:
             outcome = self.training_step.run(batch, step=step, observer=observer)
-        self.series.add(outcome, batch=checksum.value())
+        self.series.add(outcome, batch=batch_sum)
         if last or (step + 1) % FLUSH_EVERY == 0:
             self.series.flush()
+            self.probes.flush()
 
     def _evaluate(self, model: nn.Module, points: tuple[int, ...], *, done: int) -> None:
         if done in points and self.evaluator is not None:
@@ -194,6 +210,7 @@ class TrainingRun:
         """Fetch what a crash left on the device, if the device still answers."""
         try:
             self.series.flush()
+            self.probes.flush()
         except RuntimeError as error:
             self.notes.add(f"the last steps' series are lost: {str(error).splitlines()[0]}")
 

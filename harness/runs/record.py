@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+# Version 1 had no `probes`.
+READABLE_VERSIONS = (1, 2)
 RECORD_FILE = "record.json"
 Status = Literal["completed", "diverged", "crashed"]
 
@@ -119,9 +121,12 @@ class RunRecord:
         held_out: None when the workload has no held-out data and no `eval_fn`.
         final: Scalars after the last step: `nonfinite_weights`, `nonfinite_buffers`,
             `moved_weight_share` (share of weights that differ from their start),
+            `unmoved_tensors` (parameters none of whose elements differs),
             `zero_grad_share` (share of gradient elements exactly zero, mean over sampled steps),
             `num_parameters`.
         audit: Op name -> format it really ran in -> calls, in one traced forward pass.
+        probes: Probe name -> what it found, plain JSON values in the layout that the probe's module
+            documents; a probe that was off is absent.
         loss_dtype: Dtype in which the workload returned the loss.
         loss_on_16bit_grid: Format name (`bf16` or `fp16`) when every logged loss is exactly a value
             of it, else None.
@@ -154,6 +159,7 @@ class RunRecord:
     held_out: HeldOut | None = None
     final: dict[str, float] = field(default_factory=dict)
     audit: dict[str, dict[str, int]] = field(default_factory=dict)
+    probes: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss_dtype: str = "float32"
     loss_on_16bit_grid: str | None = None
     samples_per_step: float | None = None
@@ -181,10 +187,10 @@ class RunRecord:
             raise ValueError(f"not a run record: {error}") from None
         if not isinstance(data, dict) or "schema_version" not in data:
             raise ValueError("not a run record: no schema_version")
-        if data["schema_version"] != SCHEMA_VERSION:
+        if data["schema_version"] not in READABLE_VERSIONS:
             raise ValueError(
-                f"run record has schema version {data['schema_version']}; "
-                f"this release reads version {SCHEMA_VERSION}"
+                f"run record has schema version {data['schema_version']}; this release reads "
+                f"versions {' and '.join(map(str, READABLE_VERSIONS))}"
             )
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(data) - known):
@@ -215,6 +221,21 @@ def _decode_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     if values["crash"] is not None:
         values["crash"] = CrashReport(**values["crash"])
     return values
+
+
+def probe_number(value: Any) -> float | None:
+    """Return a number of `RunRecord.probes` as a float; None stays None.
+
+    Only the probes' numbers need this: NaN and infinities are strings in what was read back.
+
+    Raises:
+        ValueError: It is a string that stands for no number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value not in _NON_FINITE:
+        raise ValueError(f"{value!r} is no number of a probe")
+    return _number(value)
 
 
 def _number(value: Any) -> float:

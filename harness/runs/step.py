@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,15 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from harness.precision.execution import Execution
 from harness.precision.loss_scale import make_loss_scale
+from harness.precision.module_calls import autograd_position
 from harness.precision.policy import PrecisionPolicy
-from harness.runs.crash import (
-    NotExpressibleError,
-    Position,
-    autograd_position,
-    module_of_failed_backward,
-)
+from harness.precision.stochastic_weights import StochasticWeights
+from harness.runs.crash import NotExpressibleError, Position, module_of_failed_backward
 from harness.runs.determinism import seed_torch, stream_seed
 from harness.runs.dropout import MaskRecorder
+from harness.runs.failed_op import find_failed_op
 from harness.runs.gradients import (
     clip_,
     count_nonfinite,
@@ -31,6 +30,7 @@ from harness.runs.gradients import (
     gradient_views,
     optimized_parameters,
 )
+from harness.runs.phases import Phases
 from harness.workloads.base import Workload
 
 
@@ -60,8 +60,14 @@ class StepOutcome:
 class StepObserver(Protocol):
     """What watches a sampled step; it reads and never writes."""
 
-    def gradients(self, gradients: Sequence[Tensor], *, step: int) -> None:
-        """See the unscaled, unclipped gradients."""
+    def watching(self, step: int, *, loss_scale: float) -> AbstractContextManager[None]:
+        """See the step begin, and end with the context, by an exception too."""
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        """Return what the step's first forward pass runs inside."""
+
+    def gradients(self, gradients: Sequence[Tensor]) -> None:
+        """See the unscaled, unclipped gradients, in the order of the parameters that have one."""
 
     def before_update(self, parameters: Sequence[Tensor]) -> None:
         """See the weights before the optimizer's step."""
@@ -91,6 +97,7 @@ class TrainingStep:
         self._policy, self._execution, self._masks = policy, execution, masks
         self._seed, self._position = seed, position
         self._device = masks.device
+        self.phases = Phases(self._device, enabled=False)
         self.parameters = optimized_parameters(optimizer)
         self.loss_dtype = "float32"
         self._zero = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -98,6 +105,9 @@ class TrainingStep:
         self._scaler = None
         if self._scale is not None:
             self._scaler = torch.amp.GradScaler(self._device.type, init_scale=self._scale.scale)
+        self._stochastic = None
+        if policy.weight_rounding == "stochastic":
+            self._stochastic = StochasticWeights(optimizer, execution.noise)
         self._needs_closure = needs_closure(optimizer)
         if self._needs_closure and self._scaler is not None:
             raise NotExpressibleError(
@@ -105,14 +115,24 @@ class TrainingStep:
                 "closure, which torch's loss scaler does not support"
             )
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose step this is."""
+        return self._optimizer
+
+    @property
+    def masks(self) -> MaskRecorder:
+        """The recorder of the random masks that steps draw."""
+        return self._masks
+
     def run(self, batch: Any, *, step: int, observer: StepObserver | None) -> StepOutcome:
         """Do one step on a batch that is on the device already."""
         rate = _learning_rate(self._optimizer)
         scale = 1.0 if self._scale is None else self._scale.scale
-        if self._needs_closure:
-            loss, norm, nonfinite, skipped = self._with_closure(batch, step, observer)
-        else:
-            loss, norm, nonfinite, skipped = self._plain(batch, step, observer)
+        how = self._with_closure if self._needs_closure else self._plain
+        watching = None if observer is None else observer.watching(step, loss_scale=scale)
+        with self.phases(f"step {step}"), watching or nullcontext():
+            loss, norm, nonfinite, skipped = how(batch, step, observer)
         if self._scheduler is not None:
             self._position.doing = "while stepping the schedule"
             # Once per batch, also after a skipped step: a pair keeps one schedule.
@@ -128,9 +148,28 @@ class TrainingStep:
             skipped=skipped,
         )
 
+    def _first_forward(self, batch: Any, step: int, observer: StepObserver | None) -> Tensor:
+        around = nullcontext() if observer is None else observer.around_forward()
+        with self.phases("forward"), self._masks.recording(), around:
+            try:
+                return self._forward(batch, step)
+            except RuntimeError as error:
+                self._locate(error, lambda: self._forward(batch, step))
+                raise
+
+    def _locate(self, error: Exception, again: Callable[[], object]) -> None:
+        """Note the op that raised, for the report of the crash."""
+        doing = self._position.doing
+        failed = find_failed_op(error, model=self._model, again=again)
+        self._position.doing = doing
+        if failed is not None:
+            self._position.op = str(failed)
+            self._position.module = self._position.module or failed.module
+
     def _forward(self, batch: Any, step: int) -> Tensor:
         self._position.doing = "in the forward pass"
         seed_torch(stream_seed(self._seed, stream="step", index=step), self._device)
+        self._execution.noise.start(stream_seed(self._seed, stream="rounding", index=step))
         with self._execution.forward():
             loss = self._workload.loss_fn(self._model, batch)
         if not isinstance(loss, Tensor):
@@ -142,8 +181,7 @@ class TrainingStep:
         self, batch: Any, step: int, observer: StepObserver | None
     ) -> tuple[Tensor, Tensor, Tensor, bool]:
         recorded_from = autograd_position()
-        with self._masks.recording():
-            loss = self._forward(batch, step)
+        loss = self._first_forward(batch, step, observer)
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         self._backward(scaled, batch, step, recorded_from)
         overflow = False
@@ -152,14 +190,15 @@ class TrainingStep:
                 self._clip_scaled()
             overflow = self._unscale()
         self._position.doing = "in the optimizer step"
-        gradients, norm, nonfinite = self._gradients(step, observer)
+        gradients, norm, nonfinite = self._gradients(observer)
         clip = self._workload.clip
         if clip is not None and not overflow and not self._clips_scaled:
             clip_(gradients, norm, max_norm=clip)
         if observer is not None:
             observer.before_update(self.parameters)
         if not overflow:
-            self._optimizer.step()
+            with self.phases("optimizer"), self._updating():
+                self._optimizer.step()
         if observer is not None:
             observer.after_update(self.parameters, skipped=overflow)
         if self._scaler is not None and self._scale is not None:
@@ -170,7 +209,8 @@ class TrainingStep:
     def _backward(self, loss: Tensor, batch: Any, step: int, recorded_from: int) -> None:
         self._position.doing = "in the backward pass"
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self.phases("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             self._position.module = module_of_failed_backward(
                 error,
@@ -179,6 +219,7 @@ class TrainingStep:
                 forward_again=lambda: self._forward(batch, step),
             )
             self._position.doing = "in the backward pass"
+            self._locate(error, lambda: self._forward(batch, step).backward())  # type: ignore[no-untyped-call]
             raise
 
     @property
@@ -192,14 +233,12 @@ class TrainingStep:
             norm = global_norm(gradients, self._device)
             clip_(gradients, norm, max_norm=self._workload.clip)
 
-    def _gradients(
-        self, step: int, observer: StepObserver | None
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
+    def _gradients(self, observer: StepObserver | None) -> tuple[list[Tensor], Tensor, Tensor]:
         gradients = gradient_views(self.parameters)
         norm = global_norm(gradients, self._device)
         nonfinite = count_nonfinite(gradients, norm, zero=self._zero)
         if observer is not None:
-            observer.gradients(gradients, step=step)
+            observer.gradients(gradients)
         return gradients, norm, nonfinite
 
     def _unscale(self) -> bool:
@@ -207,7 +246,8 @@ class TrainingStep:
         assert self._scaler is not None
         self._position.doing = "while unscaling the gradients"
         try:
-            self._scaler.unscale_(self._optimizer)
+            with self.phases("unscale"):
+                self._scaler.unscale_(self._optimizer)
         except (RuntimeError, ValueError) as error:
             reason = self._why_not_unscaled()
             if reason is None:
@@ -226,23 +266,24 @@ class TrainingStep:
                 return f"torch's loss scaler does not unscale the FP16 gradient of `{name}`"
         return None
 
+    def _updating(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._stochastic is None else self._stochastic.stepping()
+
     def _with_closure(
         self, batch: Any, step: int, observer: StepObserver | None
     ) -> tuple[Tensor, Tensor, Tensor, bool]:
         """Let the optimizer call the loss; what is recorded is the first evaluation of the step."""
         first: list[tuple[Tensor, Tensor, Tensor]] = []
 
-        def closure() -> Tensor:
-            self._optimizer.zero_grad(set_to_none=True)
+        def evaluate() -> Tensor:
             if first:
                 # The masks of the first evaluation again, so that the step sees one function.
                 loss = self._forward(batch, step)
             else:
-                with self._masks.recording():
-                    loss = self._forward(batch, step)
+                loss = self._first_forward(batch, step, observer)
             self._position.doing = "in the backward pass"
             loss.backward()  # type: ignore[no-untyped-call]
-            gradients, norm, nonfinite = self._gradients(step, None if first else observer)
+            gradients, norm, nonfinite = self._gradients(None if first else observer)
             if self._workload.clip is not None:
                 clip_(gradients, norm, max_norm=self._workload.clip)
             if not first:
@@ -252,8 +293,14 @@ class TrainingStep:
             self._position.doing = "in the optimizer step"
             return loss.detach()
 
+        def closure() -> Tensor:
+            self._optimizer.zero_grad(set_to_none=True)
+            with nullcontext() if self._stochastic is None else self._stochastic.evaluating():
+                return evaluate()
+
         step_with: Callable[[Callable[[], Tensor]], Any] = self._optimizer.step  # type: ignore[assignment]
-        step_with(closure)
+        with self._updating():
+            step_with(closure)
         if not first:
             raise RuntimeError(f"{type(self._optimizer).__name__} never evaluated its closure")
         if observer is not None:

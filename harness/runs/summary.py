@@ -50,7 +50,8 @@ def make_record(
         histograms=run.probes.histograms(),
         held_out=evaluator.result() if evaluator is not None else None,
         final=_final(run),
-        audit=run.audit,
+        audit=run.audit.forward_formats,
+        probes={**_audit(run), **run.probes.results()},
         loss_dtype=run.loss_dtype,
         loss_on_16bit_grid=grid_of(series.get("loss", ())),
         samples_per_step=run.samples,
@@ -66,6 +67,10 @@ def _status(run: TrainingRun, crash: CrashReport | None, losses: Sequence[float]
     ended_badly = not losses or not math.isfinite(losses[-1])
     bad_weights = run.final.get("nonfinite_weights", 0.0) > 0
     return "diverged" if run.stopped_early or ended_badly or bad_weights else "completed"
+
+
+def _audit(run: TrainingRun) -> dict[str, dict[str, Any]]:
+    return {} if run.audit_result is None else {"audit": run.audit_result}
 
 
 def _final(run: TrainingRun) -> dict[str, float]:

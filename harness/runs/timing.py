@@ -14,7 +14,9 @@ import numpy as np
 
 from harness.runs.record import write_atomically
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+# Version 1 had no `profiles`.
+READABLE_VERSIONS = (1, 2)
 TIMING_FILE = "timing.json"
 _RESAMPLES = 2000
 
@@ -26,6 +28,40 @@ class TimeRatio:
     value: float
     ci_low: float | None
     ci_high: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Where the time of a policy's training steps went; shares of the time inside ops.
+
+    Attributes:
+        steps: Profiled steps.
+        families: Op family -> share, largest first; the optimizer's ops are a family of their own.
+        ops: The ops that together make 80 % of the time, each with its share, largest first.
+        low_precision_share: Of ops whose first operand is FP16, BF16 or FP8, or under TF32 a
+            product of FP32 operands.
+        cast_share: Of conversions between formats.
+        fp32_elementwise_share: Of FP32 ops of the families `elementwise` and `optimizer`.
+        sentence: What that means for the policy's measured gain.
+    """
+
+    steps: int
+    families: dict[str, float]
+    ops: tuple[tuple[str, float], ...]
+    low_precision_share: float
+    cast_share: float
+    fp32_elementwise_share: float
+    sentence: str
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Profile:
+        """Return a profile from its stored fields.
+
+        Raises:
+            TypeError, KeyError: A field is missing or unknown.
+        """
+        ops = tuple((str(name), float(share)) for name, share in data["ops"])
+        return cls(**{**data, "ops": ops})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +77,7 @@ class TimingRecord:
         ratios: Policy -> ratio to the reference; only candidates that ran natively.
         excluded: Policy -> why it has no ratio.
         note: How the times were taken and what they do not say.
+        profiles: Policy -> where the time of its steps goes; natively run policies only.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -52,6 +89,7 @@ class TimingRecord:
     ratios: dict[str, TimeRatio] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    profiles: dict[str, Profile] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return strict JSON."""
@@ -69,15 +107,19 @@ class TimingRecord:
             version = data["schema_version"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"not a timing record: {error}") from None
-        if version != SCHEMA_VERSION:
+        if version not in READABLE_VERSIONS:
+            known = " and ".join(map(str, READABLE_VERSIONS))
             raise ValueError(
-                f"timing record has schema version {version}; this release reads {SCHEMA_VERSION}"
+                f"timing record has schema version {version}; this release reads versions {known}"
             )
         try:
+            data["schema_version"] = SCHEMA_VERSION
             data["step_time_s"] = {k: tuple(v) for k, v in data["step_time_s"].items()}
             data["ratios"] = {k: TimeRatio(**v) for k, v in data["ratios"].items()}
+            profiles = data.get("profiles", {})
+            data["profiles"] = {k: Profile.from_dict(v) for k, v in profiles.items()}
             return cls(**data)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"timing record is incomplete: {error}") from None
 
 

@@ -39,16 +39,20 @@ def final_state(model: nn.Module, start: Sequence[Tensor]) -> dict[str, float]:
 
     Returns:
         `nonfinite_weights` and `nonfinite_buffers` (elements), `moved_weight_share` (share of
-        weights that differ from their start, 0 for a model without any), `num_parameters` (tied
-        ones once).
+        weights that differ from their start, 0 for a model without any), `unmoved_tensors`
+        (parameters of which no element does), `num_parameters` (tied ones once).
     """
     weights = [p.detach().cpu() for p in model.parameters()]
     total = sum(w.numel() for w in weights)
-    moved = sum(int((w != s).sum()) for w, s in zip(weights, start, strict=True))
+    changed = [int((w != s).sum()) for w, s in zip(weights, start, strict=True)]
+    moved = sum(changed)
     return {
         "nonfinite_weights": float(sum(_nonfinite(w) for w in weights)),
         "nonfinite_buffers": float(sum(_nonfinite(b.detach()) for b in model.buffers())),
         "moved_weight_share": moved / total if total else 0.0,
+        "unmoved_tensors": float(
+            sum(n == 0 < w.numel() for n, w in zip(changed, weights, strict=True))
+        ),
         "num_parameters": float(total),
     }
 

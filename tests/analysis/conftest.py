@@ -10,6 +10,7 @@ from harness.analysis.analyzer import analyze_model
 from harness.analysis.decision import DecisionRule
 from harness.analysis.findings import ModelFindings, Ratio, Verdict
 from harness.runs.record import RunRecord
+from harness.runs.same_point import SamePointRecord
 
 COMMAND = "python -m harness +sweep=precision seed=0,1,2"
 
@@ -25,6 +26,7 @@ class Analysis:
         rule: DecisionRule | None = None,
         timings: Mapping[str, Ratio] | None = None,
         policies: Sequence[str] | None = None,
+        same_point: Mapping[str, SamePointRecord] | None = None,
     ) -> ModelFindings:
         return analyze_model(
             records,
@@ -37,6 +39,7 @@ class Analysis:
             speed_note="not measured",
             command=COMMAND,
             descriptions={},
+            same_point=same_point,
         )
 
     def verdict(
@@ -46,8 +49,10 @@ class Analysis:
         *,
         seeds: Sequence[int] = (0, 1, 2),
         rule: DecisionRule | None = None,
+        same_point: SamePointRecord | None = None,
     ) -> Verdict:
-        verdicts = self.findings(records, seeds=seeds, rule=rule).verdicts
+        probes = {} if same_point is None else {policy: same_point}
+        verdicts = self.findings(records, seeds=seeds, rule=rule, same_point=probes).verdicts
         (found,) = [v for v in verdicts if v.policy == policy]
         return found
 

@@ -57,7 +57,7 @@ def refused(
     [
         # --- unknown names: the known ones are listed ---
         (["+sweep=precison"], ["sweep/precison", "pair, precision, smoke"]),
-        (["policy=fp32,bf61"], ["policy/bf61", "bf16, bf16_fallback, bf16_pure, fp16"]),
+        (["policy=fp32,bf61"], ["policy/bf61", "bf16, bf16_fallback, bf16_pure, bf16_stochastic, fp16"]),
         (["workload=char_gtp"], ["workload/char_gtp", "char_gpt", "custom", "digits_convnet"]),
         (["--config-dir", "nowhere"], ["nowhere", "not found"]),
         # --- misspelt keys ---
@@ -83,7 +83,8 @@ def refused(
         (["train.steps=0"], ["train.steps=0", "at least 1"]),
         (["train.steps=-3"], ["train.steps=-3", "at least 1"]),
         (["workload.steps=0"], ["workload.steps=0", "1 or more"]),
-        (["probes.every=0"], ["probes.every=0", "at least 1"]),
+        (["probes.norms.every=0"], ["probes.norms.every=0", "at least 1"]),
+        (["probes=all"], ["probes", "default", "every_step", "none"]),
         (["launch.threads=0"], ["launch.threads=0", "at least 1"]),
         (["train.backend=quick"], ["train.backend=quick", "auto, native, emulated"]),
         (["device=gpu"], ["device=gpu", "auto, cpu, cuda"]),

@@ -17,6 +17,7 @@ from harness.config import (
     TrainConf,
     load_choice,
 )
+from harness.config_schema import EnabledConf, EveryConf, GradientErrorConf, ProfileConf
 from harness.experiment.plan import num_steps, num_threads, resolve_device, run_key
 from harness.workloads.registry import make_workload
 
@@ -58,7 +59,8 @@ def _config(**changes: object) -> RunConfig:
         {"train": TrainConf(steps=17)},
         {"train": TrainConf(backend="emulated")},
         {"train": TrainConf(tail_evaluations=2)},
-        {"probes": ProbesConf(every=2)},
+        {"probes": ProbesConf(norms=EveryConf(every=2))},
+        {"probes": ProbesConf(triage=EnabledConf(enabled=False))},
         {"launch": LaunchConf(threads=2)},
     ],
 )
@@ -76,6 +78,8 @@ def test_what_changes_numbers_changes_the_key(changes, workload):
         {"throughput": ThroughputConf(phase=False)},
         {"tracking": TrackingConf(enabled=False)},
         {"decision": {"alpha": 0.01}},
+        {"probes": ProbesConf(gradient_error=GradientErrorConf(batches=4))},  # stages of their own
+        {"probes": ProbesConf(profile=ProfileConf(steps=0))},
         {"train": TrainConf(steps=300)},  # the workload's own default
     ],
 )

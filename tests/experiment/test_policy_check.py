@@ -89,3 +89,15 @@ KEPT = PrecisionPolicy(name="kept", compute_format="bf16", fp32_modules=("0", "1
 def test_a_policy_that_changes_nothing_is_an_error(tmp_path, text, policy, cause):
     with pytest.raises(ValueError, match=rf"'{policy.name}' changes nothing .*{cause}"):
         check(tmp_path, text, [FP32, policy])
+
+
+def test_a_policy_of_the_backward_pass_alone_changes_something(tmp_path):
+    """Its forward pass is the reference's, op by op."""
+    backward_only = PrecisionPolicy(
+        name="backward_only", compute_format="tf32", fp32_modules=("forward:re:.+",)
+    )
+    result = check(tmp_path, PLAIN, [FP32, backward_only])
+    assert result.audits["backward_only"] == result.audits["fp32"]
+    neither = PrecisionPolicy(name="neither", compute_format="tf32", fp32_modules=("re:.+",))
+    with pytest.raises(ValueError, match="'neither' changes nothing"):
+        check(tmp_path, PLAIN, [FP32, neither])

@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from harness.numerics.errors import cosine, relative_error, sqnr_db, ulp_distance
+from harness.numerics.errors import (
+    cosine,
+    relative_error,
+    relative_error_where_finite,
+    sqnr_db,
+    ulp_distance,
+)
 
 
 def test_relative_error_and_its_decibels():
@@ -25,6 +31,17 @@ def test_relative_error_at_the_edges():
         relative_error(zero, torch.tensor([1.0, math.inf]))
     with pytest.raises(ValueError, match="shapes differ"):
         relative_error(zero, torch.zeros(3))
+
+
+def test_infinities_of_the_reference_are_left_out():
+    reference = torch.tensor([3.0, 4.0, -math.inf, math.nan])
+    assert relative_error_where_finite(torch.tensor([3.0, 4.5, 0.0, 1.0]), reference) == 0.1
+    assert relative_error_where_finite(torch.tensor([3.0, math.inf, 0, 0]), reference) == math.inf
+    assert relative_error_where_finite(reference, reference) == 0.0
+    assert relative_error_where_finite(torch.ones(1), torch.tensor([math.inf])) == 0.0
+    assert relative_error_where_finite(torch.zeros(0), torch.zeros(0)) == 0.0
+    with pytest.raises(ValueError, match="shapes differ"):
+        relative_error_where_finite(torch.zeros(2), torch.zeros(3))
 
 
 def test_cosine():

@@ -1,8 +1,14 @@
 import pytest
 import torch
 
-from harness.numerics.exponents import counts, exponent_histogram
-from harness.numerics.formats import BF16, FP16, FP32
+from harness.numerics.exponent_counts import scale_window
+from harness.numerics.exponents import (
+    _scattered,
+    counts,
+    exponent_histogram,
+    exponent_histograms,
+)
+from harness.numerics.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32
 from harness.numerics.rounding import round_to_format
 
 
@@ -28,14 +34,48 @@ def test_zeros_subnormals_and_nonfinite_have_their_bins():
     assert exponent_histogram(torch.empty(0)).sum() == 0
 
 
-def test_histogram_on_a_device_without_bincount_sync_is_the_same():
-    """The scatter used on CUDA gives the same counts; run here on the CPU."""
-    values = wide_values(1000)
-    bits = (values.view(torch.int32) >> 23) & 255
-    scattered = torch.zeros(256, dtype=torch.int64).scatter_add_(
-        0, bits.long(), torch.ones(1000, dtype=torch.int64)
-    )
-    assert torch.equal(scattered, exponent_histogram(values))
+def odd_tensors():
+    return [
+        wide_values(1000),
+        torch.empty(0, 3),
+        torch.tensor([0.0, -0.0, 1e-40, 3.0]),
+        wide_values(300_000, seed=1).view(300, 1000).t(),  # beyond the cache, not contiguous
+        wide_values(70, seed=2).bfloat16(),
+        wide_values(30, seed=3).half(),
+        torch.tensor(1.0),
+        wide_values(40, seed=4).double(),
+        torch.relu(wide_values(300_001, seed=5)),
+        torch.relu(wide_values(1_500_000, seed=6)),
+        wide_values(30, seed=7).view(5, 6)[:, ::2],
+    ]
+
+
+def test_one_row_per_tensor():
+    """Oracle: one histogram per tensor by frexp, and a comparison with zero."""
+    histograms, zeros = exponent_histograms(odd_tensors())
+    for tensor, histogram, count in zip(odd_tensors(), histograms, zeros, strict=True):
+        wide = tensor.double().flatten()
+        assert count == int((wide == 0).sum())
+        ordinary = wide[(wide.abs() >= 2.0**-126) & wide.isfinite()]
+        expected = torch.bincount(torch.frexp(ordinary).exponent.long() + 126, minlength=256)
+        expected[255] = (~wide.isfinite()).sum()
+        expected[0] = wide.numel() - expected.sum()
+        assert torch.equal(histogram, expected)
+    assert (histograms[2, 0], zeros[2]) == (3, 2)  # an FP32 subnormal is no zero
+
+
+@pytest.mark.parametrize("chosen", [[0], [1], [2], [1, 1], [4, 0, 3], [8, 9], [2, 9, 2]])
+def test_tensors_in_any_order(chosen):
+    everything, _ = exponent_histograms(odd_tensors())
+    tensors = [odd_tensors()[k] for k in chosen]
+    assert torch.equal(exponent_histograms(tensors)[0], everything[chosen])
+
+
+def test_the_scatter_for_a_gpu_without_a_kernel_counts_the_same():
+    """Run here on the CPU; that it reads nothing back is tested on the meta device."""
+    flat = [t.reshape(-1) for t in odd_tensors()]
+    for ours, theirs in zip(_scattered(flat), exponent_histograms(flat), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("fmt", [FP16, BF16, FP32], ids=lambda f: f.name)
@@ -76,7 +116,34 @@ def test_known_fp16_counts():
     assert (scaled["flushed"], scaled["subnormal"], scaled["overflow"]) == (0, 0, 3)
 
 
+@pytest.mark.parametrize("fmt", [FP16, BF16, TF32, FP8_E4M3, FP8_E5M2], ids=lambda f: f.name)
+def test_the_window_is_where_counts_change(fmt):
+    """Oracle: `counts` at every power of two."""
+    histogram = exponent_histogram(wide_values() * 2.0**-10).tolist()
+    low, high = scale_window(histogram, fmt)
+    for power in range(-120, 121):
+        found = counts(histogram, fmt, 2.0**power)
+        assert (found["flushed"] <= 0.001 * found["nonzero"]) == (power >= low), power
+        assert (found["overflow"] == 0) == (power <= high), power
+
+
+def test_windows_by_hand():
+    one = exponent_histogram(torch.ones(1)).tolist()
+    # 2^-25 is the first power of two that FP16 rounds to zero in `counts`' terms; 2^15 its last.
+    assert scale_window(one, FP16) == (-25, 15)
+    two = exponent_histogram(torch.tensor([1.0, 2.0**-60])).tolist()
+    low, high = scale_window(two, FP16)
+    assert low > high  # no scale suits both
+    assert scale_window(two, FP16, max_flushed_share=0.5) == (-25, 15)
+    assert scale_window(exponent_histogram(torch.zeros(3)).tolist(), FP16) is None
+    assert scale_window(exponent_histogram(torch.tensor([1.0, torch.inf])).tolist(), FP16) is None
+    with pytest.raises(ValueError, match="255 bins"):
+        scale_window([0] * 255, FP16)
+
+
 def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="at least one tensor"):
+        exponent_histograms([])
     with pytest.raises(ValueError, match="takes float32"):
         exponent_histogram(torch.ones(3, dtype=torch.float16))
     with pytest.raises(ValueError, match="255 bins"):

@@ -1,10 +1,11 @@
 import subprocess
 import sys
 
+import ml_dtypes
 import pytest
 import torch
 
-from harness.numerics.formats import FORMATS, FP16, get_format
+from harness.numerics.formats import BF16, FORMATS, FP16, get_format, is_format
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS.values() if f.name != "tf32"], ids=str)
@@ -27,6 +28,44 @@ def test_tf32_is_the_exponent_of_fp32_with_the_mantissa_of_fp16():
 
 def test_fp16_overflows_from_65520():
     assert FP16.overflow_threshold == 65520.0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("e3m4", ml_dtypes.float8_e3m4),
+        ("e4m3", ml_dtypes.float8_e4m3),
+        ("e5m2", ml_dtypes.float8_e5m2),
+        ("e8m7", ml_dtypes.bfloat16),
+    ],
+)
+def test_formats_by_bits_agree_with_ml_dtypes(name, dtype):
+    """Oracle: ml_dtypes.finfo, for its IEEE-like formats."""
+    fmt, info = get_format(name), ml_dtypes.finfo(dtype)
+    assert fmt.max_finite == float(info.max)
+    assert fmt.min_normal == float(info.smallest_normal)
+    assert fmt.min_subnormal == float(info.smallest_subnormal)
+    assert fmt.unit_roundoff == float(info.eps) / 2
+    assert fmt.storage_dtype == "float32"
+
+
+def test_formats_by_bits_have_the_values_of_the_named_ones():
+    for name, other in (("e5m10", FP16), ("e8m7", BF16), ("e5m2", get_format("fp8_e5m2"))):
+        fmt = get_format(name)
+        assert fmt.max_finite == other.max_finite
+        assert fmt.min_subnormal == other.min_subnormal
+        assert fmt.overflow_threshold == other.overflow_threshold
+
+
+def test_a_format_by_bits_is_one_object():
+    assert get_format("e5m3") is get_format("e5m3")
+
+
+@pytest.mark.parametrize("name", ["e1m3", "e9m3", "e5m0", "e5m23", "e05m3", "E5M3", "e5m3x", ""])
+def test_bits_beyond_fp32_are_no_format(name):
+    assert not is_format(name)
+    with pytest.raises(ValueError, match="e<exponent bits 2-8>m<mantissa bits 1-22>"):
+        get_format(name)
 
 
 def test_unknown_format_lists_the_known_ones():

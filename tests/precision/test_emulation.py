@@ -2,104 +2,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from precision_models import BUILT_IN, CPU, batch, build, loss_fn, policy, train
+from product_calls import PRODUCTS, randn, run
 from torch import nn
 
 from harness.numerics.errors import relative_error
-from harness.numerics.formats import TF32
-from harness.numerics.rounding import round_to_format
 from harness.precision import backend, emulation
 from harness.precision.execution import applied
-
-
-def tf32(x):
-    return round_to_format(x, TF32)
-
-
-def randn(*shape, seed=0, requires_grad=True):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).requires_grad_(requires_grad)
-
-
-def run(policy, call, *leaves, backend="auto"):
-    """Return the result of `call(*leaves)`, and the gradients of the leaves for `grad_out`."""
-    with applied(policy, nn.Linear(1, 1), device=CPU, backend=backend) as execution:
-        with execution.forward():
-            result = call(*leaves)
-        grad_out = randn(*result.shape, seed=9, requires_grad=False)
-        gradients = torch.autograd.grad(result, leaves, grad_out.to(result.dtype))
-    return result, gradients, grad_out
-
-
-PRODUCTS = {
-    "matmul": (torch.matmul, (4, 5), (5, 3)),
-    "bmm": (torch.bmm, (2, 4, 5), (2, 5, 3)),
-    "linear": (F.linear, (4, 5), (3, 5)),
-    "einsum": (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (2, 4, 5), (2, 5, 3)),
-    "mv": (torch.mv, (4, 5), (5,)),
-    "conv2d": (F.conv2d, (2, 3, 6, 6), (4, 3, 3, 3)),
-    "conv_transpose1d": (F.conv_transpose1d, (2, 3, 6), (3, 4, 3)),
-}
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_tf32_rounds_every_operand_forward_and_backward(name):
-    """Oracle: FP32 autograd on rounded operands with a rounded incoming gradient, to the bit."""
-    call, *shapes = PRODUCTS[name]
-    a, b = randn(*shapes[0]), randn(*shapes[1], seed=1)
-    result, gradients, grad_out = run(policy("tf32"), call, a, b)
-    rounded = [tf32(x.detach()).requires_grad_() for x in (a, b)]
-    expected = call(*rounded)
-    assert torch.equal(result, expected)
-    for found, wanted in zip(
-        gradients, torch.autograd.grad(expected, rounded, tf32(grad_out)), strict=True
-    ):
-        assert torch.equal(found, wanted)
-    assert not torch.equal(result, call(a, b))
-
-
-def test_tf32_keeps_the_bias_and_everything_else_in_fp32():
-    x, w, bias = randn(4, 5), randn(3, 5, seed=1), randn(3, seed=2)
-    result, _, _ = run(policy("tf32"), F.linear, x, w, bias)
-    assert torch.equal(result, F.linear(tf32(x), tf32(w), bias))
-
-
-def test_tf32_attention_rounds_the_operands_of_both_products():
-    q, k, v = (randn(2, 4, 8, seed=s) for s in range(3))
-    result, _, _ = run(policy("tf32"), F.scaled_dot_product_attention, q, k, v)
-    # The unfused form scales q and k by the square root of the scale each before their product.
-    root = 8**-0.25
-    scores = tf32(q * root) @ tf32(k * root).transpose(-1, -2)
-    expected = tf32(scores.softmax(-1)) @ tf32(v)
-    # 4 FP32 roundings of values near 1: the softmax may sum in another order.
-    assert torch.allclose(result, expected, rtol=0, atol=4 * 2**-11)
-    assert relative_error(result, expected) < relative_error(
-        F.scaled_dot_product_attention(q, k, v), expected
-    )
-
-
-def test_tf32_is_off_outside_the_training_step_and_in_fp32_modules():
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    x, plain = randn(3, 5), model(randn(3, 5))
-    plain_gradients = torch.autograd.grad(plain.sum(), list(model.parameters()))
-    with applied(policy("tf32", fp32_modules=["0", "1"]), model, device=CPU) as execution:
-        with execution.forward():
-            kept = model(x)
-        gradients = torch.autograd.grad(kept.sum(), list(model.parameters()))
-    assert torch.equal(kept, plain)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
-    with applied(policy("tf32"), model, device=CPU) as execution:
-        assert torch.equal(model(x), plain)
-        with execution.forward():
-            assert not torch.equal(model(x), plain)
-
-
-def test_tf32_keeps_named_ops_in_fp32():
-    a, b = randn(2, 4, 5), randn(2, 5, 3, seed=1)
-    for fields, exact in [({"fp32_ops": ["matmul"]}, True), ({"fp32_ops": ["convolution"]}, False)]:
-        result, _, _ = run(policy("tf32", **fields), torch.matmul, a, b)
-        assert torch.equal(result, a @ b) == exact
-    scores, _, _ = run(policy("tf32", fp32_selectors=["attention_scores"]), torch.matmul, a, b)
-    assert torch.equal(scores, a @ b)
 
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
@@ -247,25 +155,3 @@ def test_gradients_of_gradients_are_those_of_fp32_but_for_rounding(name):
     ):
         # a few roundings of 2^-11 (TF32, FP16) or 2^-8 (BF16) in sums of some ten terms
         assert relative_error(low, wide) < (0.05 if name == "bf16" else 0.01)
-
-
-TRANSFORMS = {
-    "grad": lambda a, b: torch.func.grad(lambda w: torch.tanh(a @ w).sum())(b),
-    "per_sample": lambda a, b: torch.func.vmap(
-        torch.func.grad(lambda w, row: torch.tanh(row @ w).sum()), (None, 0)
-    )(b, a),
-    "jacfwd": lambda a, b: torch.func.jacfwd(lambda x: torch.tanh(x @ b))(a[:1]),
-    "hessian": lambda a, b: torch.func.hessian(lambda x: torch.tanh(x @ b).sum())(a[:1]),
-    "vmap": lambda a, b: torch.func.vmap(lambda row: F.linear(row, b.t()))(a),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own use
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_tf32_goes_through_function_transforms(name):
-    a, b = randn(6, 16), randn(16, 4, seed=1)
-    result, gradients, _ = run(policy("tf32"), TRANSFORMS[name], a, b)
-    exact, exact_gradients, _ = run(policy("fp32"), TRANSFORMS[name], a, b)
-    for low, wide in zip((result, *gradients), (exact, *exact_gradients), strict=True):
-        # between one rounding (2^-11 = 5e-4, less in a mean) and some ten of them
-        assert 1e-5 < relative_error(low, wide) < 0.01

@@ -57,48 +57,79 @@ def test_dynamic_follows_grad_scaler_step_by_step(seed, init, growth, backoff, i
         assert state.scale == scaler.get_scale()
 
 
-class PublishedDynamicLossScaler:
-    """The algorithm of DeepSpeed's `DynamicLossScaler.update_scale`, written from its source."""
+def published_scales(overflows, *, init, window, hysteresis, floor, consecutive):
+    """Return the scale after every step, from what DeepSpeed's algorithm says about histories.
 
-    def __init__(self, init_scale, scale_factor, scale_window, min_scale, delayed_shift):
-        self.cur_scale, self.scale_factor = init_scale, scale_factor
-        self.scale_window, self.min_scale = scale_window, min_scale
-        self.delayed_shift = self.cur_hysteresis = delayed_shift
-        self.cur_iter, self.last_overflow_iter = 0, -1
-
-    def update_scale(self, overflow):
+    A clean step whose distance from the last overflow (from step -1 before the first) is a multiple
+    of the window doubles the scale. An overflow halves it, down to the floor, unless fewer than
+    `hysteresis - 1` overflows came before it since the last refill. Doubling refills; so does every
+    clean step if overflows must be consecutive.
+    """
+    scales, scale, last_overflow, last_refill = [], init, -1, -1
+    for step, overflow in enumerate(overflows):
         if overflow:
-            if self.delayed_shift == 1 or self.cur_hysteresis == 1:
-                self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
-            else:
-                self.cur_hysteresis -= 1
-            self.last_overflow_iter = self.cur_iter
-        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
-            self.cur_hysteresis = self.delayed_shift
-            self.cur_scale *= self.scale_factor
-        self.cur_iter += 1
+            spared = sum(overflows[last_refill + 1 : step])
+            if spared >= hysteresis - 1:
+                scale = max(scale / 2, floor)
+            last_overflow = step
+        else:
+            doubles = (step - last_overflow) % window == 0
+            scale *= 2 if doubles else 1
+            if doubles or consecutive:
+                last_refill = step
+        scales.append(scale)
+    return scales
 
 
 @pytest.mark.parametrize(
-    ("window", "hysteresis", "floor"), [(5, 2, 1.0), (1, 1, 0.0), (7, 3, 256.0)]
+    ("window", "hysteresis", "floor"), [(5, 2, 1.0), (1, 1, 0.0), (7, 3, 256.0), (2, 4, 1.0)]
 )
-@pytest.mark.parametrize("rate", [0.05, 0.4])
-def test_deepspeed_follows_the_published_algorithm(window, hysteresis, floor, rate):
-    """Oracle: the published algorithm on random overflow sequences."""
+@pytest.mark.parametrize("rate", [0.05, 0.4, 0.9])
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_deepspeed_follows_the_published_algorithm(window, hysteresis, floor, rate, consecutive):
+    """Oracle: the published algorithm, told from histories, on random overflow sequences."""
     settings = LossScaleSettings(
         kind="deepspeed",
         init_scale=2.0**16,
         growth_interval=window,
         hysteresis=hysteresis,
         min_scale=floor,
+        consecutive_hysteresis=consecutive,
     )
     for seed in range(5):
-        state = make_loss_scale(settings)
-        published = PublishedDynamicLossScaler(2.0**16, 2.0, window, floor, hysteresis)
-        for finite in overflow_sequence(seed, rate=rate):
-            published.update_scale(not finite)
+        clean = overflow_sequence(seed, rate=rate)
+        state, scales = make_loss_scale(settings), []
+        for finite in clean:
             state = state.next(finite)
-            assert state.scale == published.cur_scale
+            scales.append(state.scale)
+        assert scales == published_scales(
+            [not finite for finite in clean],
+            init=2.0**16,
+            window=window,
+            hysteresis=hysteresis,
+            floor=floor,
+            consecutive=consecutive,
+        )
+
+
+def test_consecutive_hysteresis_is_refilled_by_a_clean_step():
+    """Overflow, clean, overflow: without refilling the second one halves the scale."""
+    for consecutive, expected in ((False, [8.0, 8.0, 4.0]), (True, [8.0, 8.0, 8.0])):
+        state, scales = (
+            make_loss_scale(
+                LossScaleSettings(
+                    kind="deepspeed",
+                    init_scale=8.0,
+                    hysteresis=2,
+                    consecutive_hysteresis=consecutive,
+                )
+            ),
+            [],
+        )
+        for finite in (False, True, False):
+            state = state.next(finite)
+            scales.append(state.scale)
+        assert scales == expected
 
 
 def test_deepspeed_hysteresis_skips_before_it_lowers():

@@ -18,9 +18,10 @@ MACROS = {
 }
 
 
-def header_list(macro):
+def header_list(macro, text=None):
     """Parse `_(op)` and `_(op, overload)` entries of one macro."""
-    body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", HEADER.read_text()).group(1)
+    text = HEADER.read_text() if text is None else text
+    body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text).group(1)
     entries = re.findall(r"_\((\w+)(?:, *(\w+))?\)", body)
     return {f"{op}.{variant}" if variant else op for op, variant in entries}
 
@@ -29,6 +30,24 @@ def header_list(macro):
 def test_lists_are_those_of_the_installed_header(macro):
     """Oracle: the header of the installed torch. A torch that moves an op fails here by name."""
     assert set(MACROS[macro]) == header_list(macro)
+
+
+def test_a_moved_and_a_new_op_fail_by_name():
+    """Planted fault: a header in which `exp` is lowered and an op is new."""
+    text = HEADER.read_text()
+    moved = text.replace("_(exp) ", "").replace("_(expm1)", "_(expm1) _(brand_new, dim)")
+    moved = moved.replace("_(matmul)", "_(matmul) _(exp)")
+    assert moved.count("_(exp)") == 1
+    fp32, low = "AT_FORALL_FP32", "AT_FORALL_LOWER_PRECISION_FP"
+    assert header_list(fp32, moved) - header_list(fp32) == {"brand_new.dim"}
+    assert header_list(fp32) - header_list(fp32, moved) == {"exp"}
+    assert header_list(low, moved) - header_list(low) == {"exp"}
+
+
+def test_no_macro_of_the_header_is_left_out():
+    macros = set(re.findall(r"#define (AT_FORALL_\w+)\(_\)", HEADER.read_text()))
+    devices = {"AT_FORALL_DEPRECATED_AUTOCAST_BACKENDS"}
+    assert macros - devices == {*MACROS, "AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE"}
 
 
 def test_redispatched_ops_are_those_of_the_installed_header():

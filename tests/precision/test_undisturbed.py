@@ -1,7 +1,9 @@
 """A pass beside the training leaves nothing behind: weights, buffers, attributes, registrations."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -66,3 +68,23 @@ def test_a_scripted_model():
         model.eval()
     assert model.training
     assert torch.equal(model.running_mean, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(0), lambda g: torch.rand(3, generator=g).tolist()),
+        (lambda: np.random.default_rng(0), lambda g: g.random(3).tolist()),
+        (lambda: np.random.RandomState(0), lambda g: g.rand(3).tolist()),
+        (lambda: random.Random(0), lambda g: g.random()),
+    ],
+    ids=["torch", "numpy", "numpy_legacy", "python"],
+)
+def test_generators_of_the_models_own_are_put_back(make, draw):
+    """A trace that draws from one would shift all of the run's later draws."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].generator = make()
+    expected = draw(make())
+    with undisturbed(model):
+        assert draw(model[0].generator) == expected
+    assert draw(model[0].generator) == expected

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from factories import POLICIES, diverged, make_record
+from probe_samples import profiles, with_evidence, with_probes
 
 from harness.analysis.findings import (
     Choice,
@@ -93,10 +94,11 @@ def realistic_records(workload: str = "char_gpt") -> list[RunRecord]:
         for seed in SEEDS
     ]
     records = [r for r in records if (r.policy, r.seed) != ("fp16_unscaled", 2)]
-    return [
+    ended = [
         diverged(r, at_step=140) if (r.policy, r.seed) == ("fp16_unscaled", 1) else r
         for r in records
     ]
+    return [with_probes(record) for record in ended]
 
 
 def _tail(record: RunRecord, endpoint: Endpoint) -> float:
@@ -291,4 +293,4 @@ def realistic_findings(records: Sequence[RunRecord], workload: str = "char_gpt")
             seeds_dropped=(2,),
         )
     )
-    return make_findings(*verdicts, workload=workload)
+    return make_findings(*map(with_evidence, verdicts), workload=workload, profiles=profiles())

@@ -30,6 +30,12 @@ _ALL = {
     "underflow",
     "exponents",
     "cost",
+    "exponent-kinds",
+    "loss-window",
+    "lost-updates",
+    "memory",
+    "device-time",
+    *(f"rounding-{policy}" for policy in GRID if policy != "fp32_twin"),
 }
 
 
@@ -271,8 +277,8 @@ def test_losses_over_two_decades_get_a_logarithmic_axis() -> None:
 
 
 def _count_powers(svg: str) -> int:
-    # Ticks of a logarithmic axis are typeset as powers of ten, each with its source in a comment.
-    return len(re.findall(r"<!-- \$\\mathdefault\{10\^", svg))
+    # Ticks of a logarithmic axis are typeset as powers of ten: `1`, `0`, and a smaller exponent.
+    return len(re.findall(r">1</tspan>\s*<tspan[^>]*>0</tspan>\s*<tspan[^>]*font-size: 7", svg))
 
 
 def test_step_time_is_drawn_only_where_it_was_part_of_the_choice() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from tiny_workloads import BF16, FP16, FP32, TF32, TinyWorkload, class_batches, run
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 from harness.analysis.pairing import pairing_fault
 from harness.runs.determinism import seed_torch
 from harness.runs.dropout import paired_dropout
+from harness.runs.random_draws import HostGenerators
 
 CPU = torch.device("cpu")
 
@@ -106,3 +109,87 @@ class Stochastic(nn.Module):
 def test_a_model_that_samples_from_its_activations_stays_paired(policy) -> None:
     workload = TinyWorkload(model=Stochastic, data=class_batches)
     assert pairing_fault(run(workload, policy), run(workload, FP32)) is None
+
+
+MEAN = torch.linspace(-2, 2, 60).reshape(6, 10)
+NORMALS = {
+    "both": lambda dtype: torch.normal(MEAN.to(dtype), MEAN.abs().to(dtype)),
+    "mean": lambda dtype: torch.normal(MEAN.to(dtype), 0.5),
+    "deviation": lambda dtype: torch.normal(1.5, MEAN.abs().to(dtype)),
+    "broadcast": lambda dtype: torch.normal(MEAN.to(dtype), MEAN[:, :1].abs().to(dtype)),
+    "distribution": lambda dtype: torch.distributions.Normal(MEAN.to(dtype), 1.0).sample(),
+}
+
+
+@pytest.mark.parametrize("name", NORMALS)
+def test_normal_with_tensors_is_torchs_in_fp32_and_one_draw_in_every_dtype(name: str) -> None:
+    """ATen draws inside of it, past every other kernel: other numbers, other state afterwards."""
+    seed_torch(0, CPU)
+    expected = NORMALS[name](torch.float32), torch.rand(3)
+
+    def op(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return NORMALS[name](dtype), torch.rand(3)
+
+    wide, fingerprint = drawn(lambda: op(torch.float32))
+    assert torch.equal(wide[0], expected[0])
+    assert torch.equal(wide[1], expected[1])
+    assert fingerprint != 0
+    for dtype in (torch.bfloat16, torch.float16):
+        low, same = drawn(lambda dtype=dtype: op(dtype))
+        assert same == fingerprint
+        assert low[0].dtype is dtype
+        assert torch.equal(low[1], wide[1])
+        # Rounded mean, deviation and result: 3 * 2^-8 of numbers up to 2 + 4 * 2.
+        assert (low[0].float() - wide[0]).abs().max() < 3 * 2**-8 * 10
+
+
+def test_normal_refuses_what_torch_refuses() -> None:
+    for std in (torch.tensor([-1.0]), torch.tensor([1.0], dtype=torch.complex64)):
+        with pytest.raises(RuntimeError, match="normal expects"):
+            drawn(lambda std=std: torch.normal(torch.zeros(1), std))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda dtype: torch.empty(40, 2, dtype=dtype).t().normal_(),
+        lambda dtype: torch.empty(9, 9, dtype=dtype)[:, 1:5].uniform_(),
+        lambda dtype: torch.empty(40, dtype=dtype).log_normal_(),
+        lambda dtype: torch.empty(40, dtype=dtype).cauchy_(),
+        lambda dtype: torch.empty(40, dtype=dtype).geometric_(0.3),
+    ],
+    ids=["transposed", "slice", "log_normal", "cauchy", "geometric"],
+)
+def test_draws_of_any_layout_are_fp32_draws_rounded(draw: Callable[[torch.dtype], Tensor]) -> None:
+    wide, fingerprint = drawn(lambda: draw(torch.float32))
+    assert fingerprint != 0
+    for dtype in (torch.bfloat16, torch.float16):
+        low, same = drawn(lambda dtype=dtype: draw(dtype))
+        assert same == fingerprint
+        assert torch.equal(low, wide.to(dtype))
+    # The layout does not matter to the numbers.
+    contiguous, _ = drawn(lambda: torch.empty(2, 40).normal_())
+    assert torch.equal(drawn(lambda: torch.empty(40, 2).t().normal_())[0], contiguous)
+
+
+def test_a_sampler_takes_one_number_of_a_generator_of_the_users() -> None:
+    def after(x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        torch.poisson(x, generator=generator)
+        return torch.rand(3, generator=generator)
+
+    x = torch.linspace(0.1, 90, 999)
+    assert torch.equal(drawn(lambda: after(x))[0], drawn(lambda: after(x * 0.9))[0])
+
+
+def test_generators_of_the_host_are_looked_at_in_one_step_of_eight() -> None:
+    random.seed(0)
+    watch = HostGenerators()
+    assert [watch.drawn() for _ in range(9)] == [0] * 9
+    random.random()
+    np.random.rand()  # noqa: NPY002 - the global one
+    later = [watch.drawn() for _ in range(16)]
+    assert len({number for number in later if number}) == 1
+    assert sum(number != 0 for number in later) == 2
+    again = HostGenerators()
+    assert again.drawn() == 0  # relative to where it began

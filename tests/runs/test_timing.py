@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -13,7 +14,24 @@ from tiny_workloads import BF16, FP16, FP32, TF32, TinyWorkload, class_batches, 
 
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.throughput import control_note, measure_step_times
-from harness.runs.timing import TimeRatio, TimingRecord, read_timing, time_ratio, write_timing
+from harness.runs.timing import (
+    Profile,
+    TimeRatio,
+    TimingRecord,
+    read_timing,
+    time_ratio,
+    write_timing,
+)
+
+PROFILE = Profile(
+    steps=3,
+    families={"matmul": 0.75, "cast": 0.25},
+    ops=(("mm", 0.75), ("copy_", 0.25)),
+    low_precision_share=0.5,
+    cast_share=0.25,
+    fp32_elementwise_share=0.125,
+    sentence="bf16: a sentence",
+)
 
 
 def test_ratio_of_medians_and_its_interval_by_brute_force() -> None:
@@ -50,6 +68,7 @@ def test_round_trip_and_bad_files(tmp_path: Path) -> None:
         ratios={"bf16": TimeRatio(value=0.5, ci_low=0.4, ci_high=None)},
         excluded={"tf32": "emulated on this device"},
         note="a note",
+        profiles={"bf16": PROFILE},
     )
     assert read_timing(tmp_path) is None
     path = write_timing(record, tmp_path / "deep")
@@ -60,6 +79,66 @@ def test_round_trip_and_bad_files(tmp_path: Path) -> None:
     path.write_text("nonsense")
     with pytest.raises(ValueError, match=r"timing\.json"):
         read_timing(tmp_path / "deep")
+
+
+def test_a_record_of_version_1_has_no_profiles(tmp_path: Path) -> None:
+    old = {
+        "schema_version": 1,
+        "workload": "m",
+        "device": "cpu",
+        "reference": "fp32",
+        "steps_per_block": 2,
+        "step_time_s": {"fp32": [0.1]},
+        "ratios": {"bf16": {"value": 0.5, "ci_low": None, "ci_high": None}},
+        "excluded": {},
+        "note": "",
+    }
+    (tmp_path / "timing.json").write_text(json.dumps(old))
+    record = read_timing(tmp_path)
+    assert record is not None
+    assert record.profiles == {}
+    assert record.ratios["bf16"].value == 0.5
+    for bad in ({"steps": 1}, {**dataclasses.asdict(PROFILE), "ops": [["mm"]]}):
+        (tmp_path / "timing.json").write_text(json.dumps({**old, "profiles": {"bf16": bad}}))
+        with pytest.raises(ValueError, match="incomplete"):
+            read_timing(tmp_path)
+
+
+def test_profiles_of_what_was_timed() -> None:
+    counts = {"blocks": 1, "steps_per_block": 2, "warmup_steps": 1, "profile_steps": 2}
+    native = settings(1, backend="native")
+    record = measure_step_times(
+        TinyWorkload(), [FP32, TF32, BF16], settings(1), reference="fp32", **counts
+    )
+    assert "tf32" not in record.profiles
+    record = measure_step_times(TinyWorkload(), [FP32, BF16], native, reference="fp32", **counts)
+    assert list(record.profiles) == ["fp32", "bf16"]
+    for profile in record.profiles.values():
+        assert profile.steps == 2
+        assert sum(profile.families.values()) == pytest.approx(1.0)
+        assert 0.8 <= sum(share for _, share in profile.ops) <= 1.0 + 1e-9
+        assert profile.families["matmul"] > 0
+        assert profile.families["optimizer"] > 0
+    assert record.profiles["fp32"].low_precision_share == 0.0
+    assert record.profiles["bf16"].low_precision_share > 0.0
+    assert record.profiles["bf16"].cast_share > 0.0
+    assert "the reference" in record.profiles["fp32"].sentence
+    assert not measure_step_times(
+        TinyWorkload(), [FP32], native, reference="fp32", blocks=1
+    ).profiles
+
+
+def test_a_profiler_that_fails_costs_the_profile_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(run: object, *, device: torch.device) -> None:
+        raise RuntimeError("CUPTI is not here\nmore")
+
+    monkeypatch.setattr("harness.runs.throughput.profiled_ops", broken)
+    record = measure_step_times(
+        TinyWorkload(), [FP32], settings(1), reference="fp32", blocks=1, profile_steps=1
+    )
+    assert record.profiles == {}
+    assert record.note.endswith("no profile of fp32: RuntimeError: CUPTI is not here")
+    assert "fp32" in record.step_time_s
 
 
 def test_stage_times_native_policies_and_says_why_not_the_others() -> None:
@@ -87,8 +166,6 @@ def test_stage_times_native_policies_and_says_why_not_the_others() -> None:
 
 
 def test_two_names_for_fp32_have_a_ratio_near_one() -> None:
-    import dataclasses
-
     same = dataclasses.replace(FP32, name="same")
     record = measure_step_times(
         TinyWorkload(), [FP32, same], settings(1), reference="fp32", blocks=5, steps_per_block=4

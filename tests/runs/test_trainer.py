@@ -32,6 +32,7 @@ from torch import nn
 from harness.precision.policy import LossScaleSettings, PrecisionPolicy
 from harness.runs.determinism import seed_torch, stream_seed
 from harness.runs.record import RunRecord
+from harness.runs.settings import ProbeSettings
 from harness.runs.trainer import Progress, train
 
 
@@ -80,7 +81,8 @@ def test_fp32_run_equals_a_hand_written_loop() -> None:
 
 
 def test_probes_change_nothing() -> None:
-    often, seldom = run(probe_every=1), run(probe_every=1000)
+    often = run(probes=ProbeSettings(weight_gradients_every=1, lost_updates_every=1))
+    seldom = run(probes=ProbeSettings(weight_gradients_every=1000, lost_updates_every=1000))
     assert len(often.sampled_steps) == 10
     assert seldom.sampled_steps == (0, 9)
     assert often.series["loss"] == seldom.series["loss"]
@@ -306,7 +308,7 @@ def test_parameters_of_every_kind() -> None:
         model=Odd, data=data, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
     )
     for policy in (FP32, BF16, TF32):
-        record = run(workload, policy, probe_every=2)
+        record = run(workload, policy, probes=ProbeSettings(exponents_every=2))
         assert record.status == "completed"
         assert record.final["num_parameters"] == 72 + 72 + 12 + 12 + 7
         assert all(0 < n < math.inf for n in record.series["grad_norm"])

@@ -220,9 +220,16 @@ def _unique_ids(text: str, prefix: str) -> str:
 
 
 def _rounded_path(match: re.Match[str]) -> str:
-    """Round a path's coordinates to 0.01 points, far below what a screen shows: half the bytes."""
-    body = re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}", match[1])
+    """Round a path's coordinates to 0.1 points, below what a screen shows: half the bytes."""
+    body = re.sub(r"-?\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}", match[1])
     return f' d="{body}"'
+
+
+def _without_repetition(text: str) -> str:
+    """Drop what every line repeats: the font (the root element names it), comments, indentation."""
+    text = re.sub(r"(; )?font-family: 'DejaVu Sans'[^;\"]*", "", text)
+    text = re.sub(r"\s*<!--.*?-->", "", text, flags=re.DOTALL)
+    return re.sub(r"\n\s+", "\n", text)
 
 
 def _svg(figure: Figure, prefix: str, title: str, alt: str) -> str:
@@ -232,7 +239,7 @@ def _svg(figure: Figure, prefix: str, title: str, alt: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"'DejaVu Sans'[^;\"]*", FONTS, text)
+    text = _without_repetition(text)
     text = re.sub(r' d="([^"]*)"', _rounded_path, text)
     # Several drawings share one page: every identifier gets its drawing's name in front.
     text = _unique_ids(text, prefix)
@@ -244,5 +251,6 @@ def _svg(figure: Figure, prefix: str, title: str, alt: str) -> str:
     )
     opening = text.index(">") + 1
     head = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', text[: opening - 1])
-    head += f' role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
+    head += f' style="font-family: {FONTS}" role="img"'
+    head += f' aria-labelledby="{prefix}-title {prefix}-desc">'
     return '<?xml version="1.0" encoding="utf-8"?>\n' + head + label + text[opening:]

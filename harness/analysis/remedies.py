@@ -1,0 +1,194 @@
+"""What the evidence on one candidate points to: remedies, and which policies apply them."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from harness.analysis.findings import Verdict
+from harness.analysis.loss_scale_window import safe_scales
+from harness.analysis.module_evidence import ROOT
+
+FP32_PARTS = ("fp32_ops", "fp32_modules", "fp32_selectors")
+_CRASHES = frozenset({"CRASHED", "NOT_EXPRESSIBLE"})
+_OVERFLOWS = frozenset({"NONFINITE", "LOSS_SCALE_COLLAPSE"})
+_STALLS = frozenset({"WEIGHTS_NOT_MOVING", "LOST_UPDATES", "PROBE_STAGNATION"})
+_UNDERFLOWS = frozenset(
+    {"ZERO_GRADIENTS", "DEAD_GRADIENTS", "UNDERFLOW_OBSERVED", "WEIGHTS_NOT_MOVING"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """What to do, and the policies that do it (None: it is not a policy).
+
+    `only_if_tried`: a guess, worth naming only if the grid has tried it.
+    """
+
+    text: str
+    does_it: Callable[[Verdict], bool] | None = None
+    only_if_tried: bool = False
+
+
+def remedies(verdict: Verdict, *, flushed_limit: float) -> list[Remedy]:
+    """Return what the evidence on a candidate points to, the first choice first.
+
+    Args:
+        verdict: Rejected, or undecided because of its probe.
+        flushed_limit: Share of gradient elements that are flushed from which it counts.
+    """
+    codes = {reason.code for reason in verdict.reasons}
+    content = verdict.policy_content
+    fmt = str(content["compute_format"])
+    if "CRASHED" in codes:
+        return [_keep_module(verdict)]
+    if codes & _CRASHES:
+        return [_BF16, _SAME_FORMAT_UNSCALED]
+    if content["clip_before_unscale"]:
+        return [Remedy(text="clipping after unscaling")]
+    if content["param_format"] != "fp32" and (codes & _STALLS or not codes & _OVERFLOWS):
+        return [_fp32_weights(fmt), _stochastic(verdict)]
+    if "INTEGERS_ROUNDED" in codes:
+        return [_INTEGERS, keep_parts(verdict)]
+    if fmt == "fp16" and codes & _OVERFLOWS:
+        return [_BF16, _keep_module(verdict)]
+    if _underflows(verdict, codes, flushed_limit):
+        return [_scaled(verdict), _BF16]
+    if content["low_precision_ops"]:
+        return [_autocast(fmt), *_named(verdict), keep_parts(verdict)]
+    if "STEP0_LOSS_DIFFERS" in codes:
+        return [_keep_module(verdict)]
+    return [*_named(verdict), keep_parts(verdict)]
+
+
+def keeps_more_in_fp32(fallback: Verdict, plain: Verdict) -> bool:
+    """Return whether a policy differs from another one only by more that stays in FP32."""
+    ours, theirs = fallback.policy_content, plain.policy_content
+    rest = set(ours) - set(FP32_PARTS)
+    if fallback is plain or any(ours[key] != theirs[key] for key in rest):
+        return False
+    return all(set(ours[part]) >= set(theirs[part]) for part in FP32_PARTS) and any(
+        set(ours[part]) > set(theirs[part]) for part in FP32_PARTS
+    )
+
+
+def keep_parts(plain: Verdict) -> Remedy:
+    """Return the guess that keeping more of the model in FP32 helps."""
+    return Remedy(
+        text="keeping more of the model in FP32",
+        does_it=lambda verdict: keeps_more_in_fp32(verdict, plain),
+        only_if_tried=True,
+    )
+
+
+def _underflows(verdict: Verdict, codes: set[str], flushed_limit: float) -> bool:
+    content = verdict.policy_content
+    finds_its_own = content["loss_scale"]["kind"] in ("dynamic", "deepspeed")
+    if content["compute_format"] != "fp16" or finds_its_own:
+        return False
+    flushed = verdict.probe.flushed_share if verdict.probe is not None else None
+    flushes = flushed is not None and flushed > flushed_limit
+    unscaled = content["loss_scale"]["kind"] == "none"
+    return flushes or (unscaled and bool(codes & _UNDERFLOWS))
+
+
+def _runs_in(fmt: str, *, scaled: bool | None = None) -> Callable[[Verdict], bool]:
+    def does_it(verdict: Verdict) -> bool:
+        content = verdict.policy_content
+        has_scaler = content["loss_scale"]["kind"] != "none"
+        return (
+            content["compute_format"] == fmt
+            and content["param_format"] == "fp32"
+            and not content["low_precision_ops"]
+            and (scaled is None or scaled == has_scaler)
+        )
+
+    return does_it
+
+
+def _fp32_weights(fmt: str) -> Remedy:
+    return Remedy(text="FP32 weights under the same arithmetic", does_it=_runs_in(fmt))
+
+
+def _stochastic(plain: Verdict) -> Remedy:
+    stored = plain.policy_content["param_format"]
+
+    def does_it(verdict: Verdict) -> bool:
+        content = verdict.policy_content
+        return bool(
+            content["param_format"] == stored and content["weight_rounding"] == "stochastic"
+        )
+
+    rounded = does_it(plain)
+    return Remedy(text="stochastic rounding of the weights", does_it=does_it, only_if_tried=rounded)
+
+
+def _autocast(fmt: str) -> Remedy:
+    return Remedy(text=f"autocast's own FP32 list for {fmt.upper()}", does_it=_runs_in(fmt))
+
+
+def _named(verdict: Verdict) -> list[Remedy]:
+    """Return keeping the module that the evidence names in FP32, if it names one."""
+    module = verdict.guilty_module
+    if module is None or module == ROOT:
+        return []
+    fmt = verdict.policy_content["compute_format"]
+
+    def does_it(other: Verdict) -> bool:
+        content = other.policy_content
+        return bool(
+            content["compute_format"] == fmt
+            and any(_covers(str(entry), module) for entry in content["fp32_modules"])
+        )
+
+    text = f"keeping `{module}` in FP32 (policy.fp32_modules=[{module}])"
+    return [Remedy(text=text, does_it=does_it)]
+
+
+def _covers(entry: str, module: str) -> bool:
+    """Return whether an entry of `fp32_modules` matches a module or one that contains it.
+
+    Entries are globs over dotted components from the end of a name, or `re:` and an expression.
+    """
+    if entry.startswith(("forward:", "backward:")):
+        return False
+    parts = module.split(".")
+    outer = [".".join(parts[: k + 1]) for k in range(len(parts))]
+    if entry.startswith("re:"):
+        return any(re.fullmatch(entry[3:], name) for name in outer)
+    wanted = entry.split(".")
+    return any(
+        len(wanted) <= len(own := name.split("."))
+        and all(map(fnmatch.fnmatchcase, own[-len(wanted) :], wanted))
+        for name in outer
+    )
+
+
+def _keep_module(verdict: Verdict) -> Remedy:
+    """Return keeping the failing module in FP32: by name where it is known."""
+    named = _named(verdict)
+    if named:
+        return named[0]
+    fmt = verdict.policy_content["compute_format"]
+
+    def does_it(other: Verdict) -> bool:
+        content = other.policy_content
+        return content["compute_format"] == fmt and any(content[part] for part in FP32_PARTS)
+
+    text = "keeping the failing module in FP32 (policy.fp32_modules)"
+    return Remedy(text=text, does_it=does_it)
+
+
+def _scaled(verdict: Verdict) -> Remedy:
+    scales = safe_scales([verdict.loss_scale_window])
+    text = "loss scaling" if scales is None else f"loss scaling (safe: {scales})"
+    return Remedy(text=text, does_it=_runs_in("fp16", scaled=True))
+
+
+_INTEGERS = Remedy(text="carrying those whole numbers in FP32 up to where they are used")
+_BF16 = Remedy(text="BF16, which has FP32's range", does_it=_runs_in("bf16"))
+_SAME_FORMAT_UNSCALED = Remedy(
+    text="the same format without a loss scaler", does_it=_runs_in("fp16", scaled=False)
+)
