@@ -49,14 +49,21 @@ from harness.workloads.registry import make_workload
 WARMUP_STEPS = 10
 TABLE = Path(__file__).with_suffix(".md")
 CPU = torch.device("cpu")
-# As `conf/probes` has them.
-PROBES = {
-    "none": ProbeSettings.off(),
-    "default": ProbeSettings(),
-    "every_step": ProbeSettings(
-        exponents_every=25, weight_gradients_every=1, norms_every=1, lost_updates_every=1
-    ),
-}
+
+
+def chosen_probes(choice: str) -> ProbeSettings:
+    """Return what `probes=<choice>` asks of a run."""
+    values = load_choice("probes", choice)
+    return ProbeSettings(
+        exponents_every=values["exponents"]["every"],
+        weight_gradients_every=values["exponents"]["weight_gradients_every"],
+        norms_every=values["norms"]["every"],
+        lost_updates_every=values["lost_updates"]["every"],
+        memory=values["memory"]["enabled"],
+    )
+
+
+PROBES = {choice: chosen_probes(choice) for choice in ("none", "default", "every_step")}
 
 
 def bare_loop(

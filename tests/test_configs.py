@@ -82,7 +82,7 @@ def test_one_probe_setting_changes_that_one_only(composed):
     assert probe_settings(config.probes).chosen(10) == {"norms": {"every": 1}}
     config = RunConfig.from_hydra(composed("probes.exponents.every=null"))
     assert config.probes.exponents.every is None
-    assert config.probes.exponents.weight_gradients_every == 5
+    assert config.probes.exponents.weight_gradients_every == 10
 
 
 def test_every_step_probe_has_a_key_in_the_schema():

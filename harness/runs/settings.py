@@ -10,6 +10,8 @@ from typing import Any
 class ProbeSettings:
     """Which steps each step probe looks at; the last step is always one of them. None: off.
 
+    The defaults are those of `conf/probes/default.yaml`.
+
     Attributes:
         exponents_every: Exponent histograms of all kinds of tensors.
         weight_gradients_every: Exponent histograms of the weight gradients.
@@ -18,10 +20,10 @@ class ProbeSettings:
         memory: Whether to tell what the bytes of the first step are.
     """
 
-    exponents_every: int | None = 50
-    weight_gradients_every: int | None = 5
-    norms_every: int | None = 25
-    lost_updates_every: int | None = 5
+    exponents_every: int | None = 100
+    weight_gradients_every: int | None = 10
+    norms_every: int | None = 50
+    lost_updates_every: int | None = 10
     memory: bool = True
 
     def __post_init__(self) -> None:

@@ -57,7 +57,10 @@ def refused(
     [
         # --- unknown names: the known ones are listed ---
         (["+sweep=precison"], ["sweep/precison", "pair, precision, smoke"]),
-        (["policy=fp32,bf61"], ["policy/bf61", "bf16, bf16_fallback, bf16_pure, bf16_stochastic, fp16"]),
+        (
+            ["policy=fp32,bf61"],
+            ["policy/bf61", "bf16, bf16_fallback, bf16_pure, bf16_stochastic, fp16"],
+        ),
         (["workload=char_gtp"], ["workload/char_gtp", "char_gpt", "custom", "digits_convnet"]),
         (["--config-dir", "nowhere"], ["nowhere", "not found"]),
         # --- misspelt keys ---
