@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -42,7 +43,11 @@ _FLAGS_WITH_VALUE = (
 
 
 def main() -> None:
-    """Run the command line; the entry point of `python -m harness` and of `harness`."""
+    """Run the command line; the entry point of `python -m harness` and of `harness`.
+
+    SIGTERM, by which batch systems end a job, interrupts as Ctrl-C does.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -1,7 +1,7 @@
-"""The configuration: its schema, where its YAML lives, and how it reaches Hydra.
+"""The configuration: where its YAML lives, how it reaches Hydra, and its values once composed.
 
-What a value may be is checked in two places: types and key names by Hydra against the schema
-below, ranges and meaning by the dataclass that uses the value. `DictConfig` stops here.
+Types and key names are checked by Hydra against `config_schema`; ranges and meaning here or by the
+dataclass that uses the value. `DictConfig` stops here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.precision.policy import LossScaleSettings, PrecisionPolicy
 from harness.runs.record import CrashReport, Fingerprints, HeldOut, RunRecord
-from harness.runs.same_point import ModuleError, Point, SamePointRecord
+from harness.runs.same_point.record import ModuleError, Point, SamePointRecord
 
 _SCALED = LossScaleSettings(kind="dynamic")
 POLICIES: dict[str, PrecisionPolicy] = {

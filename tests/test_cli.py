@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -63,3 +66,24 @@ def test_importing_the_command_line_imports_nothing_heavy():
     code = f"import sys, harness.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_sigterm_interrupts_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended_by_the_batch_system() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "_application", ended_by_the_batch_system)
+    monkeypatch.setattr(sys, "argv", ["harness"])
+    for name in ("HYDRA_FULL_ERROR", cli.COMMAND_VARIABLE):  # the command line sets them
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.code == 130
+    assert "interrupted" in capsys.readouterr().err

@@ -13,11 +13,13 @@ from omegaconf import OmegaConf
 
 from harness.analysis.decision import DecisionRule
 from harness.config import CONF, SWEEPS, ConfigError, RunConfig, register
-from harness.config_schema import ProbesConf
+from harness.config_schema import GradientErrorConf, LossScaleConf, PolicyConf, ProbesConf
 from harness.experiment.grid import axis_values, by_model, expand
 from harness.experiment.plan import probe_settings
-from harness.precision.policy import PrecisionPolicy
+from harness.experiment.same_point_stage import same_point_settings
+from harness.precision.policy import LossScaleSettings, PrecisionPolicy
 from harness.probes.step_probes import STEP_PROBES
+from harness.runs.same_point.settings import SamePointSettings
 from harness.runs.settings import ProbeSettings
 
 POLICIES = sorted(path.stem for path in (CONF / "policy").glob("*.yaml"))
@@ -54,6 +56,27 @@ def test_default_grid_has_exactly_one_reference_and_one_control(composed):
     assert len({p.content_hash() for p in policies}) == len(policies)
 
 
+def _plain(values):
+    return {
+        name: _plain(value)
+        if isinstance(value, dict)
+        else tuple(value)
+        if isinstance(value, list)
+        else value
+        for name, value in values.items()
+    }
+
+
+def test_the_schema_has_the_fields_and_defaults_of_the_values():
+    # Written twice, because the schema is to load without what reads it.
+    pairs = (
+        (PolicyConf(name="p"), PrecisionPolicy(name="p")),
+        (LossScaleConf(), LossScaleSettings()),
+    )
+    for schema, value in pairs:
+        assert _plain(dataclasses.asdict(schema)) == _plain(dataclasses.asdict(value))
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workload_composes(name, composed):
     config = RunConfig.from_hydra(composed(f"workload={name}"))
@@ -72,6 +95,8 @@ def test_probes_compose(name, composed):
     settings = probe_settings(config.probes)
     if name == "default":
         assert settings == ProbeSettings()
+        assert config.probes.gradient_error == GradientErrorConf()
+        assert same_point_settings(config.probes.gradient_error) == SamePointSettings()
     if name == "none":
         assert settings == ProbeSettings.off()
         assert settings.chosen(10) == {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from harness.analysis import endpoints
 from harness.analysis.choice import ASSUMED, ChoiceInput, choose
-from harness.analysis.findings import Choice, ModelFindings, Ratio, Reason, Verdict
+from harness.analysis.findings import Choice, ModelFindings, Ratio, Reason, Verdict, warning
 from harness.analysis.model_cautions import (
     all_probed,
     control_caution,
@@ -25,7 +25,7 @@ from harness.analysis.verdicts import Reference, Setting, compare, judge
 from harness.analysis.wording import listing, seeds_text
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
-from harness.runs.same_point import SamePointRecord
+from harness.runs.same_point.record import SamePointRecord
 
 
 def analyze_model(
@@ -240,7 +240,7 @@ def _dropped_note(fp32: Reference) -> tuple[Reason, ...]:
         f"FP32 failed in {seeds_text(sorted(fp32.unstable))} (seed {seed}: {why}); "
         "left out of every comparison."
     )
-    return (Reason(code="SEEDS_DROPPED", message=message, kind="warning"),)
+    return (warning("SEEDS_DROPPED", message),)
 
 
 def _empty_findings(

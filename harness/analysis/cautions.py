@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from harness.analysis import statistics
-from harness.analysis.findings import Reason
+from harness.analysis.findings import Reason, caveat, warning
 from harness.analysis.gates import Comparison, logged_in_low_precision
 from harness.analysis.pairing import Pair
 from harness.analysis.rule import DecisionRule
@@ -217,17 +217,3 @@ def _difference(pair: Pair) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]
     if len(ours) != len(theirs) or pair.fault is not None:
         return None
     return np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
-
-
-def warning(
-    code: str, message: str, value: float | None = None, threshold: float | None = None
-) -> Reason:
-    """Return a reason of kind `warning`."""
-    return Reason(code=code, message=message, value=value, threshold=threshold, kind="warning")
-
-
-def caveat(
-    code: str, message: str, value: float | None = None, threshold: float | None = None
-) -> Reason:
-    """Return a reason of kind `caveat`."""
-    return Reason(code=code, message=message, value=value, threshold=threshold, kind="caveat")

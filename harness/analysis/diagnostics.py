@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from harness.analysis.endpoints import tail_start
-from harness.analysis.findings import Reason
+from harness.analysis.findings import Reason, warning
 from harness.analysis.pairing import Pair
 from harness.analysis.probe_findings import ModuleFinding
 from harness.analysis.reference_gates import first_nonfinite
 from harness.analysis.rule import DecisionRule
 from harness.analysis.wording import number, percent
 from harness.numerics.formats import get_format
+from harness.precision.module_names import ROOT
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
 
@@ -89,7 +90,7 @@ def _zero_gradients(table: _Table, policy: PrecisionPolicy, rule: DecisionRule) 
         f"{percent(ours)} of the gradient elements are exactly zero; {percent(theirs)} under FP32: "
         "part of the model receives no gradient."
     )
-    return _warning("ZERO_GRADIENTS", message, ours, theirs + rule.zero_grad_excess)
+    return warning("ZERO_GRADIENTS", message, ours, theirs + rule.zero_grad_excess)
 
 
 def _weights_not_moving(
@@ -102,7 +103,7 @@ def _weights_not_moving(
         f"Only {percent(ours)} of the weights differ from their start; "
         f"{percent(theirs)} under FP32."
     )
-    return _warning("WEIGHTS_NOT_MOVING", message, ours, theirs - rule.unmoved_weight_excess)
+    return warning("WEIGHTS_NOT_MOVING", message, ours, theirs - rule.unmoved_weight_excess)
 
 
 def _lost_updates(
@@ -120,13 +121,13 @@ def _lost_updates(
         f"{percent(share)} of the weight updates round away in {policy.param_format.upper()} "
         f"weights: too small against the weight they change{_where_lost(modules, policy)}."
     )
-    return _warning("LOST_UPDATES", message, share, rule.lost_update_share)
+    return warning("LOST_UPDATES", message, share, rule.lost_update_share)
 
 
 def _where_lost(modules: Sequence[ModuleFinding], policy: PrecisionPolicy) -> str:
     """Return the module that loses most, and FP32's updates where they fall below half an ulp."""
     by_share = sorted(
-        (m for m in modules if m.lost_update_share is not None and m.module != "(model)"),
+        (m for m in modules if m.lost_update_share is not None and m.module != ROOT),
         key=lambda m: -(m.lost_update_share or 0.0),
     )
     text = ""
@@ -153,7 +154,7 @@ def _nonfinite_buffers(table: _Table, policy: PrecisionPolicy, rule: DecisionRul
         f"{ours:.0f} buffer elements per run end non-finite (FP32: none): running statistics keep "
         "what a skipped step computed, and evaluation uses them."
     )
-    return _warning("NONFINITE_BUFFERS", message, ours, 0.0)
+    return warning("NONFINITE_BUFFERS", message, ours, 0.0)
 
 
 def _grad_norm(table: _Table, policy: PrecisionPolicy, rule: DecisionRule) -> Reason | None:
@@ -161,7 +162,7 @@ def _grad_norm(table: _Table, policy: PrecisionPolicy, rule: DecisionRule) -> Re
     if ratio is None or 1 / rule.grad_norm_factor <= ratio <= rule.grad_norm_factor:
         return None
     message = f"The gradient norm at the end of the run is {number(ratio)} times FP32's."
-    return _warning("GRAD_NORM_RATIO", message, ratio, rule.grad_norm_factor)
+    return warning("GRAD_NORM_RATIO", message, ratio, rule.grad_norm_factor)
 
 
 def _underflow(table: _Table, policy: PrecisionPolicy, rule: DecisionRule) -> Reason | None:
@@ -175,11 +176,7 @@ def _underflow(table: _Table, policy: PrecisionPolicy, rule: DecisionRule) -> Re
         f"{percent(share)} of FP32's non-zero gradient elements lie below the range of "
         f"{policy.compute_format.upper()}, and no loss scaling lifts them."
     )
-    return _warning("UNDERFLOW_OBSERVED", message, share, rule.flushed_share)
-
-
-def _warning(code: str, message: str, value: float, threshold: float) -> Reason:
-    return Reason(code=code, message=message, value=value, threshold=threshold, kind="warning")
+    return warning("UNDERFLOW_OBSERVED", message, share, rule.flushed_share)
 
 
 def _both(

@@ -25,7 +25,7 @@ from harness.analysis.probe_findings import LossScaleWindow, ModuleFinding, Prob
 from harness.analysis.rule import DecisionRule
 from harness.analysis.same_point_rule import measure, probe_caveats, probe_missing, probe_reasons
 from harness.analysis.suspects import guilty, guilty_sentence, rank
-from harness.runs.same_point import SamePointRecord
+from harness.runs.same_point.record import SamePointRecord
 
 
 @dataclass(frozen=True, kw_only=True)

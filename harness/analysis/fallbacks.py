@@ -138,13 +138,16 @@ def _against_the_grid(
 ) -> tuple[str | None, str | None]:
     """Return the remedy with what the grid says about it, and the policy of the grid it names.
 
-    The remedy is None if every policy of the grid that follows it is rejected as well.
+    The remedy is None if every policy of the grid that follows it is rejected as well, or works
+    only because it keeps more in FP32 than a rejected one.
     """
     if remedy.does_it is None:
         return remedy.text, None
     tried = [v for v in candidates if v is not rejected and remedy.does_it(v)]
     if not tried:
         return (None if remedy.only_if_tried else remedy.text), None
+    refuted = [v for v in tried if v.outcome == "reject" and remedy.by_format]
+    tried = [v for v in tried if not any(keeps_more_in_fp32(v, plain) for plain in refuted)]
     for outcome, word in (("accept", "accepted"), ("inconclusive", "undecided")):
         for verdict in tried:
             if verdict.outcome == outcome:

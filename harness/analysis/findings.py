@@ -30,6 +30,20 @@ class Reason:
     kind: Literal["gate", "test", "warning", "caveat"] = "test"
 
 
+def warning(
+    code: str, message: str, value: float | None = None, threshold: float | None = None
+) -> Reason:
+    """Return a reason of kind `warning`."""
+    return Reason(code=code, message=message, value=value, threshold=threshold, kind="warning")
+
+
+def caveat(
+    code: str, message: str, value: float | None = None, threshold: float | None = None
+) -> Reason:
+    """Return a reason of kind `caveat`."""
+    return Reason(code=code, message=message, value=value, threshold=threshold, kind="caveat")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The paired loss difference (candidate minus reference) of one endpoint.
@@ -177,7 +191,8 @@ class ModelFindings:
         caveats: Reasons of kind `caveat` and `warning` that concern the whole model.
         failed: A sentence when no verdict could be given (reference missing or crashed); the
             exit code is then 1.
-        profiles: Policy -> where the time of its steps goes: the fields of `runs.timing.Profile`.
+        profiles: Policy -> where the time of its steps goes: the fields of
+            `runs.timing.record.Profile`.
     """
 
     sweep_id: str

@@ -202,11 +202,17 @@ def _gross_message(endpoint: Endpoint, e: Estimate, least: float, rule: Decision
 
 
 def logged_in_low_precision(c: Comparison) -> str | None:
-    """Return the 16-bit format that every logged loss of every seed is a value of, or None."""
+    """Return the 16-bit format that every logged loss of every seed is a value of, or None.
+
+    It must be one that the candidate uses, or the reference's losses lie on it too: the mean of a
+    few BF16 values has a few bits more, as an FP16 value has, and was nevertheless taken in FP32.
+    """
     formats = {pair.candidate.loss_on_16bit_grid for pair in c.pairs}
     if len(formats) != 1:
         return None
-    return formats.pop()
+    found = formats.pop()
+    used = found in (c.policy.compute_format, c.policy.param_format)
+    return found if used or all(p.reference.loss_on_16bit_grid == found for p in c.pairs) else None
 
 
 def _loss_logged_low_precision(c: Comparison, rule: DecisionRule) -> Reason | None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from harness.analysis.module_evidence import Sides
 from harness.analysis.probe_findings import LossScaleWindow
-from harness.analysis.probe_values import stored_number
 from harness.analysis.rule import DecisionRule
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
+from harness.runs.record_files import stored_number
 
 _Step = tuple[int, float | None, float | None]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from harness.analysis.cautions import caveat, warning
 from harness.analysis.endpoints import Level, tail_start
-from harness.analysis.findings import Endpoint, Estimate, Reason, Verdict
+from harness.analysis.findings import Endpoint, Estimate, Reason, Verdict, caveat, warning
 from harness.analysis.module_warnings import triage_warning
 from harness.analysis.probe_findings import ProbeFindings
 from harness.analysis.rule import DecisionRule

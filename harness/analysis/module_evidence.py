@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from harness.analysis.pairing import Pair
 from harness.analysis.probe_findings import ModuleFinding
 from harness.analysis.probe_values import entries, module_names, pooled_share, typical
+from harness.precision.module_names import ROOT
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
-from harness.runs.same_point import ModuleError, SamePointRecord
+from harness.runs.same_point.record import ModuleError, SamePointRecord
 
-ROOT = "(model)"
 _BY_MODULE = ("norms", "lost_updates")
 
 

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from harness.analysis.cautions import warning
-from harness.analysis.findings import Reason
-from harness.analysis.module_evidence import ROOT, Sides
+from harness.analysis.findings import Reason, warning
+from harness.analysis.module_evidence import Sides
 from harness.analysis.probe_findings import LossScaleWindow, ModuleFinding
 from harness.analysis.probe_values import largest
 from harness.analysis.rule import DecisionRule
@@ -19,8 +18,9 @@ from harness.analysis.suspects import (
     largest_exact_integer,
     nonfinite_inside,
 )
-from harness.analysis.wording import listing, number, percent
+from harness.analysis.wording import listing, module_text, number, percent
 from harness.numerics.formats import get_format
+from harness.precision.module_names import ROOT
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
 
@@ -103,7 +103,7 @@ def _nonfinite_inside(modules: Sequence[ModuleFinding], policy: PrecisionPolicy)
     name, ops = found[0]
     more = "" if len(found) == 1 else f"; likewise in {_names([n for n, _ in found[1:]])}"
     message = (
-        f"Inside {_quoted(name)} the {ops[0]} is not finite though its inputs are (FP32: "
+        f"Inside {module_text(name)} the {ops[0]} is not finite though its inputs are (FP32: "
         f"finite){more}."
     )
     return warning("NONFINITE_INSIDE", message, float(len(found)), 0.0)
@@ -141,8 +141,8 @@ def _integers_rounded(modules: Sequence[ModuleFinding], policy: PrecisionPolicy)
     fmt = policy.compute_format.upper()
     message = (
         f"Whole numbers up to {named.integer_input_max:.0f} (positions, timesteps) reach "
-        f"{_quoted(named.module)}: those above {exact:.0f} are not exact in {fmt}, so neighbours "
-        "become one."
+        f"{module_text(named.module)}: those above {exact:.0f} are not exact in {fmt}, so "
+        "neighbours become one."
     )
     return warning("INTEGERS_ROUNDED", message, named.integer_input_max, exact)
 
@@ -162,7 +162,7 @@ def _module_error(modules: Sequence[ModuleFinding], rule: DecisionRule) -> Reaso
     ]
     rest = f"; the other modules' by at most {percent(max(others))}" if others else ""
     what = f"off by {percent(error)}{rest}" if math.isfinite(error) else "not finite"
-    message = f"Given FP32's own input, the output of {_quoted(worst.module)} is {what}."
+    message = f"Given FP32's own input, the output of {module_text(worst.module)} is {what}."
     return warning("MODULE_ERROR", message, error, rule.module_error)
 
 
@@ -184,11 +184,7 @@ def _update_ratio(modules: Sequence[ModuleFinding], rule: DecisionRule) -> Reaso
 
 
 def _names(modules: Sequence[str]) -> str:
-    shown = [_quoted(name) for name in modules[:_SHOWN]]
+    shown = [module_text(name) for name in modules[:_SHOWN]]
     if len(modules) > _SHOWN:
         shown.append(f"{len(modules) - _SHOWN} more")
     return listing(shown)
-
-
-def _quoted(module: str) -> str:
-    return "the model's own forward" if module == ROOT else f"`{module}`"

@@ -85,7 +85,8 @@ class ModuleFinding:
         starts_here: Whether that evidence lies in the module's own arithmetic, so that harm starts
             here; False where it only shows in gradients or updates.
         local_forward_error: Relative error of the output given FP32's own input.
-        integer_input_max: Largest whole number among the inputs that the format rounded to another.
+        integer_input_max: Largest whole number among the inputs, or cast inside, that the format
+            rounded to another.
         gradient_error: Relative error of the gradient at equal weights.
         noise_ratio: The module's own nu.
         cosine: Of the gradients at equal weights.

@@ -9,19 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness.runs.record import RunRecord
-
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def stored_number(value: Any) -> float | None:
-    """Return a stored number, `NaN` and `Infinity` among them; None for null and anything else."""
-    if isinstance(value, str):
-        return _NON_FINITE.get(value)
-    return None if value is None or isinstance(value, bool) else _float(value)
-
-
-def _float(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+from harness.runs.record_files import stored_number
 
 
 def module_table(record: RunRecord, probe: str) -> Mapping[str, Mapping[str, Any]]:
@@ -30,7 +18,7 @@ def module_table(record: RunRecord, probe: str) -> Mapping[str, Mapping[str, Any
     return modules if isinstance(modules, dict) else {}
 
 
-def numbers(values: Any) -> list[float]:
+def finite_numbers(values: Any) -> list[float]:
     """Return the finite numbers of a stored list, in order."""
     if not isinstance(values, (list, tuple)):
         return []
@@ -47,7 +35,7 @@ def typical(records: Iterable[RunRecord], module: str, metric: str) -> float | N
     found = [
         float(np.median(values))
         for record in records
-        if (values := numbers(module_table(record, "norms").get(module, {}).get(metric)))
+        if (values := finite_numbers(module_table(record, "norms").get(module, {}).get(metric)))
     ]
     return float(np.mean(found)) if found else None
 
@@ -57,7 +45,7 @@ def largest(records: Iterable[RunRecord], module: str, metric: str) -> float | N
     found = [
         max(values)
         for record in records
-        if (values := numbers(module_table(record, "norms").get(module, {}).get(metric)))
+        if (values := finite_numbers(module_table(record, "norms").get(module, {}).get(metric)))
     ]
     return max(found) if found else None
 
@@ -69,8 +57,8 @@ def pooled_share(
     part = total = 0.0
     for record in records:
         row = module_table(record, probe).get(module, {})
-        part += sum(numbers(row.get(count)))
-        total += sum(numbers(row.get(of)))
+        part += sum(finite_numbers(row.get(count)))
+        total += sum(finite_numbers(row.get(of)))
     return part / total if total > 0 else None
 
 

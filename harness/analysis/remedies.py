@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.analysis.findings import Verdict
 from harness.analysis.loss_scale_window import safe_scales
-from harness.analysis.module_evidence import ROOT
+from harness.precision.directions import split_direction
+from harness.precision.module_names import ROOT, matches
 
 FP32_PARTS = ("fp32_ops", "fp32_modules", "fp32_selectors")
 _CRASHES = frozenset({"CRASHED", "NOT_EXPRESSIBLE"})
@@ -24,12 +23,14 @@ _UNDERFLOWS = frozenset(
 class Remedy:
     """What to do, and the policies that do it (None: it is not a policy).
 
-    `only_if_tried`: a guess, worth naming only if the grid has tried it.
+    `only_if_tried`: a guess, worth naming only if the grid has tried it. `by_format`: the number
+    format is to do it, so that it is refuted if only more parts in FP32 make it work.
     """
 
     text: str
     does_it: Callable[[Verdict], bool] | None = None
     only_if_tried: bool = False
+    by_format: bool = False
 
 
 def remedies(verdict: Verdict, *, flushed_limit: float) -> list[Remedy]:
@@ -109,7 +110,8 @@ def _runs_in(fmt: str, *, scaled: bool | None = None) -> Callable[[Verdict], boo
 
 
 def _fp32_weights(fmt: str) -> Remedy:
-    return Remedy(text="FP32 weights under the same arithmetic", does_it=_runs_in(fmt))
+    text = "FP32 weights under the same arithmetic"
+    return Remedy(text=text, does_it=_runs_in(fmt), by_format=True)
 
 
 def _stochastic(plain: Verdict) -> Remedy:
@@ -126,7 +128,8 @@ def _stochastic(plain: Verdict) -> Remedy:
 
 
 def _autocast(fmt: str) -> Remedy:
-    return Remedy(text=f"autocast's own FP32 list for {fmt.upper()}", does_it=_runs_in(fmt))
+    text = f"autocast's own FP32 list for {fmt.upper()}"
+    return Remedy(text=text, does_it=_runs_in(fmt), by_format=True)
 
 
 def _named(verdict: Verdict) -> list[Remedy]:
@@ -148,22 +151,11 @@ def _named(verdict: Verdict) -> list[Remedy]:
 
 
 def _covers(entry: str, module: str) -> bool:
-    """Return whether an entry of `fp32_modules` matches a module or one that contains it.
-
-    Entries are globs over dotted components from the end of a name, or `re:` and an expression.
-    """
-    if entry.startswith(("forward:", "backward:")):
-        return False
+    """Return whether an entry of `fp32_modules` keeps a module or one that contains it in FP32."""
+    direction, pattern = split_direction(entry)
     parts = module.split(".")
-    outer = [".".join(parts[: k + 1]) for k in range(len(parts))]
-    if entry.startswith("re:"):
-        return any(re.fullmatch(entry[3:], name) for name in outer)
-    wanted = entry.split(".")
-    return any(
-        len(wanted) <= len(own := name.split("."))
-        and all(map(fnmatch.fnmatchcase, own[-len(wanted) :], wanted))
-        for name in outer
-    )
+    outer = (".".join(parts[: k + 1]) for k in range(len(parts)))
+    return direction is None and any(matches(pattern, name) for name in outer)
 
 
 def _keep_module(verdict: Verdict) -> Remedy:
@@ -184,11 +176,13 @@ def _keep_module(verdict: Verdict) -> Remedy:
 def _scaled(verdict: Verdict) -> Remedy:
     scales = safe_scales([verdict.loss_scale_window])
     text = "loss scaling" if scales is None else f"loss scaling (safe: {scales})"
-    return Remedy(text=text, does_it=_runs_in("fp16", scaled=True))
+    return Remedy(text=text, does_it=_runs_in("fp16", scaled=True), by_format=True)
 
 
 _INTEGERS = Remedy(text="carrying those whole numbers in FP32 up to where they are used")
-_BF16 = Remedy(text="BF16, which has FP32's range", does_it=_runs_in("bf16"))
+_BF16 = Remedy(text="BF16, which has FP32's range", does_it=_runs_in("bf16"), by_format=True)
 _SAME_FORMAT_UNSCALED = Remedy(
-    text="the same format without a loss scaler", does_it=_runs_in("fp16", scaled=False)
+    text="the same format without a loss scaler",
+    does_it=_runs_in("fp16", scaled=False),
+    by_format=True,
 )

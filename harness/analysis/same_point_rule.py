@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.analysis.findings import Reason
-from harness.analysis.module_evidence import ROOT
+from harness.analysis.findings import Reason, caveat
 from harness.analysis.probe_findings import ProbeFindings
 from harness.analysis.rule import DecisionRule
 from harness.analysis.wording import number, percent
-from harness.runs.same_point import ModuleError, Point, SamePointRecord
+from harness.precision.module_names import ROOT
+from harness.runs.same_point.record import ModuleError, Point, SamePointRecord
 
 # Below this share of the gradient's own energy the batches have one gradient (a full batch), up to
 # the rounding of FP32: 1e-12 is (16 unit roundoffs)^2, rounded.
@@ -120,7 +120,7 @@ def probe_caveats(probe: ProbeFindings) -> tuple[Reason, ...]:
             "At the probe's points the mean gradient is not resolved from minibatch noise: the "
             "rounding bias is relative to that noise and the descent is not tested."
         )
-        found.append(Reason(code="PROBE_WEAK_SIGNAL", message=message, kind="caveat"))
+        found.append(caveat("PROBE_WEAK_SIGNAL", message))
     return tuple(found)
 
 
@@ -131,7 +131,7 @@ def probe_missing(why: str | None) -> Reason:
         f"The arithmetic was not probed at fixed weights{because}: harm that a few hundred steps "
         "of loss cannot show is not excluded."
     )
-    return Reason(code="PROBE_MISSING", message=message, kind="caveat")
+    return caveat("PROBE_MISSING", message)
 
 
 @dataclass(frozen=True)

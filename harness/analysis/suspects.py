@@ -14,11 +14,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from harness.analysis.module_evidence import ROOT
 from harness.analysis.probe_findings import MAX_SUSPICION, ModuleFinding
 from harness.analysis.rule import DecisionRule
-from harness.analysis.wording import number, percent
+from harness.analysis.wording import module_text, number, percent
 from harness.numerics.formats import get_format
+from harness.precision.module_names import ROOT
 from harness.precision.policy import PrecisionPolicy
 
 _Evidence = tuple[float, str]
@@ -73,8 +73,7 @@ def guilty(ranked: Sequence[ModuleFinding], rule: DecisionRule) -> ModuleFinding
 
 def guilty_sentence(module: ModuleFinding) -> str:
     """Return `look at `dist`: ...` with the evidence."""
-    name = "the model's own forward" if module.module == ROOT else f"`{module.module}`"
-    return f"look at {name}: {module.evidence}."
+    return f"look at {module_text(module.module)}: {module.evidence}."
 
 
 def largest_exact_integer(fmt: str) -> float:

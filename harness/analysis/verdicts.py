@@ -28,7 +28,7 @@ from harness.analysis.pairing import Pair, make_pair
 from harness.analysis.rule import DecisionRule
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
-from harness.runs.same_point import SamePointRecord
+from harness.runs.same_point.record import SamePointRecord
 
 _FAILURES = ("CRASHED", "NOT_EXPRESSIBLE", "NONFINITE", "LOSS_SCALE_COLLAPSE", "DIVERGED")
 _CONTROL = Reason(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.analysis.findings import Endpoint, Estimate
+from harness.precision.module_names import ROOT
 
 ENDPOINT_NAMES: dict[Endpoint, str] = {"train": "training loss", "held_out": "held-out loss"}
 
@@ -19,6 +20,11 @@ def number(value: float | None, *, signed: bool = False) -> str:
         return "NaN" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     text = f"{value:+.3g}" if signed else f"{value:.3g}"
     return text.replace("+0", "0", 1) if text == "+0" else text
+
+
+def module_text(module: str) -> str:
+    """Return a module's name as a sentence has it."""
+    return "the model's own forward" if module == ROOT else f"`{module}`"
 
 
 def percent(share: float | None) -> str:

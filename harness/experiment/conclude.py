@@ -15,13 +15,13 @@ from harness.analysis.decision import DecisionRule
 from harness.analysis.findings import ModelFindings, Ratio, Reason
 from harness.experiment.job import run_folder
 from harness.experiment.manifest import Manifest
-from harness.experiment.stored_probes import stored_probes
+from harness.experiment.same_point_records import same_point_records
 from harness.report.terminal import print_findings
 from harness.report.text import safe_name
 from harness.report.writer import write_index, write_report
 from harness.runs.record import RunRecord, read_record
-from harness.runs.same_point import SamePointRecord, write_same_point
-from harness.runs.timing import TimingRecord, read_timing
+from harness.runs.same_point.record import SamePointRecord, write_same_point
+from harness.runs.timing.record import TimingRecord, read_timing
 
 # What is emulated is not timed, and the analysis says so of each such candidate.
 NOT_TIMED = "not measured: the timing stage was left out"
@@ -92,7 +92,7 @@ def conclude(
         ]
         folder = root / safe_name(model)
         try:
-            probes = stored_probes(manifest, model, output_dir)
+            probes = same_point_records(manifest, model, output_dir)
             result = _analyze(
                 manifest, model, own, rule=rule, output_dir=output_dir, same_point=probes
             )

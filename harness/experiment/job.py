@@ -9,7 +9,8 @@ from pathlib import Path
 from harness.config import RunConfig
 from harness.experiment import manifest as manifests
 from harness.experiment.manifest import PlannedRun
-from harness.runs.record import RECORD_FILE, RunRecord, read_record, write_atomically, write_record
+from harness.runs.record import RECORD_FILE, RunRecord, read_record, write_record
+from harness.runs.record_files import write_atomically
 
 TRACKED_FILE = "tracked.json"
 
@@ -58,7 +59,7 @@ def _train(config: RunConfig, planned: PlannedRun, progress: Path) -> RunRecord:
     from harness.progress import Heartbeat
     from harness.runs.environment import describe_environment
     from harness.runs.trainer import Progress, RunSettings, train
-    from harness.runs.triage import triaged
+    from harness.runs.triage.finished_run import triaged
     from harness.workloads.registry import make_workload
 
     workload = make_workload(config.workload)

@@ -18,7 +18,7 @@ from harness.experiment.grid import Grid
 from harness.experiment.job import finished_record, progress_folder
 from harness.experiment.manifest import PlannedRun
 from harness.experiment.plan import Plan, make_plan
-from harness.experiment.probe_stage import probe_models
+from harness.experiment.same_point_stage import probe_models
 from harness.experiment.timing_stage import time_models
 from harness.progress import ProgressDisplay
 from harness.tracking.location import Store

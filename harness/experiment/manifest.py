@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import ConfigError
-from harness.runs.record import write_atomically
+from harness.runs.record_files import write_atomically
 
 SCHEMA_VERSION = 1
 LATEST = "latest"

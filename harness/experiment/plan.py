@@ -22,7 +22,7 @@ from harness.runs.environment import bf16_is_native
 from harness.runs.notes import Note
 from harness.runs.preflight import PreflightReport, check_workload
 from harness.runs.settings import ProbeSettings
-from harness.runs.throughput import device_is_shared
+from harness.runs.timing.step_times import device_is_shared
 from harness.workloads.base import Workload
 from harness.workloads.registry import make_workload
 

@@ -12,8 +12,8 @@ from harness.experiment.plan import num_steps, num_threads, resolve_device
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
 from harness.runs.settings import RunSettings
-from harness.runs.throughput import NO_PROFILE, measure_step_times
-from harness.runs.timing import TimingRecord, read_timing, write_timing
+from harness.runs.timing.record import TimingRecord, read_timing, write_timing
+from harness.runs.timing.step_times import NO_PROFILE, measure_step_times
 from harness.workloads.base import Workload
 from harness.workloads.registry import make_workload
 

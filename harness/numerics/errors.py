@@ -59,63 +59,15 @@ def relative_error_where_finite(candidate: Tensor, reference: Tensor) -> float:
     return relative_error(candidate, reference)
 
 
-def cosine(candidate: Tensor, reference: Tensor) -> float:
-    """Return the cosine of the angle between two tensors taken as vectors, in FP64.
-
-    Returns:
-        In [-1, 1]; NaN if either is zero, empty, or `candidate` is not finite.
-
-    Raises:
-        ValueError: Shapes differ, or `reference` is not finite.
-    """
-    x, y = _flat_pair(candidate, reference)
-    norms = float(x.norm()) * float(y.norm())
-    if not (norms > 0 and math.isfinite(norms)):
-        return math.nan
-    return min(1.0, max(-1.0, float(x @ y) / norms))
-
-
-def sqnr_db(candidate: Tensor, reference: Tensor) -> float:
+def decibels(relative_error: float) -> float:
     """Return the signal-to-quantization-noise ratio in dB, `-20 log10(relative_error)`.
 
     Returns:
-        `inf` where the tensors agree exactly, `-inf` where the relative error is infinite.
-
-    Raises:
-        ValueError: Shapes differ, or `reference` is not finite.
+        `inf` for an error of 0, `-inf` for an infinite one and for NaN.
     """
-    error = relative_error(candidate, reference)
-    if error == 0.0:
+    if relative_error == 0.0:
         return math.inf
-    return -math.inf if math.isinf(error) else -20.0 * math.log10(error)
-
-
-def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
-    """Return how many representable values lie between elements, counting one end.
-
-    Args:
-        a: FP32, FP16 or BF16, finite.
-        b: Same shape and dtype.
-
-    Returns:
-        int64 tensor of the same shape, >= 0; +0 and -0 are the same value.
-
-    Raises:
-        ValueError: Shapes or dtypes differ, or the dtype has no integer view of its size.
-    """
-    views = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
-    if a.shape != b.shape or a.dtype is not b.dtype or a.dtype not in views:
-        raise ValueError(
-            f"ulp_distance takes two tensors of one shape in FP32, FP16 or BF16, "
-            f"got {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
-        )
-    return (_ordered(a, views[a.dtype]) - _ordered(b, views[b.dtype])).abs()
-
-
-def _ordered(values: Tensor, integer: torch.dtype) -> Tensor:
-    """Map bit patterns to integers that grow with the value: negative ones run backwards."""
-    bits = values.contiguous().view(integer).to(torch.int64)
-    return torch.where(bits < 0, torch.iinfo(integer).min - bits, bits)
+    return -20.0 * math.log10(relative_error) if relative_error < math.inf else -math.inf
 
 
 def _flat_pair(candidate: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from harness.numerics.formats import Format
+from harness.numerics.formats import Format, floor_log2
 
 NUM_BINS = 256
 # Bin b < 255 holds 2^(b - 127) <= |x| < 2^(b - 126); bin 0 holds zeros and FP32 subnormals.
@@ -48,11 +48,11 @@ def counts(histogram: Sequence[int], fmt: Format, scale: float = 1.0) -> dict[st
         raise ValueError(f"exponent histogram has {len(histogram)} bins; expected {NUM_BINS}")
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale={scale!r} is not allowed; allowed: a positive finite number")
-    shift = EXPONENT_BIAS - _floor_log2(scale)
-    flushed_below = _bin(_floor_log2(fmt.min_subnormal) - 1 + shift)
-    normal_from = _bin(_floor_log2(fmt.min_normal) + shift)
-    top_from = _bin(_floor_log2(fmt.max_finite) + shift)
-    overflow_from = _bin(_floor_log2(fmt.max_finite) + 1 + shift)
+    shift = EXPONENT_BIAS - floor_log2(scale)
+    flushed_below = _bin(floor_log2(fmt.min_subnormal) - 1 + shift)
+    normal_from = _bin(floor_log2(fmt.min_normal) + shift)
+    top_from = _bin(floor_log2(fmt.max_finite) + shift)
+    overflow_from = _bin(floor_log2(fmt.max_finite) + 1 + shift)
     finite = [int(n) for n in histogram[1:NONFINITE_BIN]]
     return {
         "flushed": sum(finite[: flushed_below - 1]),
@@ -100,15 +100,11 @@ def scale_window(
         if below > allowed:
             kept_from = b
             break
-    low = _floor_log2(fmt.min_subnormal) - 1 + EXPONENT_BIAS - kept_from
-    high = _floor_log2(fmt.max_finite) + EXPONENT_BIAS - filled[-1]
+    low = floor_log2(fmt.min_subnormal) - 1 + EXPONENT_BIAS - kept_from
+    high = floor_log2(fmt.max_finite) + EXPONENT_BIAS - filled[-1]
     return low, high
 
 
 def _bin(index: int) -> int:
     """Clip a threshold to the bins of finite non-zero FP32 values."""
     return min(max(index, 1), NONFINITE_BIN)
-
-
-def _floor_log2(value: float) -> int:
-    return math.frexp(value)[1] - 1

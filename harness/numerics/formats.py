@@ -54,11 +54,12 @@ class Format:
         where the last mantissa bit of `max_finite` is 1, which holds for every IEEE-like format;
         E4M3 keeps its last code for NaN, so its `max_finite` is even and the tie 464 goes down.
         """
-        exponent_of_max = 2.0 ** _floor_log2(self.max_finite)
+        exponent_of_max = 2.0 ** floor_log2(self.max_finite)
         return self.max_finite + exponent_of_max * self.unit_roundoff
 
 
-def _floor_log2(value: float) -> int:
+def floor_log2(value: float) -> int:
+    """Return the exponent of the largest power of two that is not above a positive number."""
     return math.frexp(value)[1] - 1
 
 

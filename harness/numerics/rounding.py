@@ -2,7 +2,7 @@
 
 Bit-exact against the hardware casts, for every input including subnormals, infinities, NaN and
 signed zeros, and without waiting for the device. Straight-through gradients and where to round are
-`precision.emulated_products`'.
+`precision.emulation.products`'.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.precision.audit_result import StepAudit
+from harness.precision.composites import resolved
 from harness.precision.flops import flops_of
 from harness.precision.magnitude import Magnitudes, floating_tensors
 from harness.precision.module_calls import ModuleCalls, in_backward
@@ -72,6 +73,9 @@ class FormatCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the op and count it."""
+        parts = resolved(self, func, args, kwargs or {})
+        if parts is not NotImplemented:
+            return parts
         result = func(*args, **(kwargs or {}))
         audited = self._audited
         if audited.in_forward() and not audited.beside_the_model() and computes(func):
@@ -109,6 +113,9 @@ class StepCounter(FormatCounter):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the op and count it."""
         kwargs = kwargs or {}
+        parts = resolved(self, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         in_step = self._audited.in_forward() or in_backward()
         if func.is_view or not in_step or self._audited.beside_the_model():
             return func(*args, **kwargs)

@@ -13,17 +13,17 @@ from typing import Literal
 import torch
 
 from harness.numerics.formats import TF32, Format, get_format
-from harness.precision.emulated_products import MATMULS, Directions, RoundedProducts
-from harness.precision.emulation import (
+from harness.precision.emulation.product_rounding import ProductRounding
+from harness.precision.emulation.products import MATMULS, Directions, RoundedProducts
+from harness.precision.emulation.sixteen_bit import (
     ATTENTION,
     CONVOLUTIONS,
     RECURRENT,
     native_bf16_matmul,
 )
-from harness.precision.kernels import Override, exists
+from harness.precision.kernels.registry import Override, exists
 from harness.precision.op_lists import Action
 from harness.precision.policy import PrecisionPolicy
-from harness.precision.product_rounding import ProductRounding
 
 BACKENDS = ("auto", "native", "emulated")
 LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

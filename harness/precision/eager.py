@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.precision.module_names import ROOT
+
 _DISABLE = "TORCHDYNAMO_DISABLE"
 
 
@@ -26,7 +28,7 @@ def compiled_modules(model: nn.Module) -> tuple[str, ...]:
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     wrapper = () if compiler is None else (compiler.OptimizedModule,)
     return tuple(
-        name or "(model)"
+        name or ROOT
         for name, module in model.named_modules()
         if isinstance(module, wrapper) or getattr(module, "_compiled_call_impl", None) is not None
     )
@@ -36,9 +38,12 @@ def compiled_modules(model: nn.Module) -> tuple[str, ...]:
 def eager() -> Iterator[None]:
     """Run what `torch.compile` has wrapped, or wraps inside, as plain Python until the end.
 
-    The compiler is not imported for it: that takes seconds.
+    TorchScript is interpreted op by op: its optimizer differentiates by formulas of its own that do
+    not know in which format an op has run, and what it does depends on what ran before. The
+    compiler is not imported for it: that takes seconds.
     """
     with ExitStack() as stack:
+        stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         else:

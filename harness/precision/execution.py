@@ -18,13 +18,13 @@ from harness.precision.audit import FormatCounter
 from harness.precision.backend import LOW_DTYPES, Plan, choose
 from harness.precision.directions import DIRECTIONS, Direction, split_direction
 from harness.precision.eager import compiled_modules, eager
-from harness.precision.emulated_products import PRODUCTS, ROUNDING_KEY, RoundedProducts
+from harness.precision.emulation.products import PRODUCTS, ROUNDING_KEY, RoundedProducts
 from harness.precision.kept_modules import kept_in_fp32
-from harness.precision.kernels import key_included, registered
+from harness.precision.kernels.of_policy import policy_kernels
+from harness.precision.kernels.registry import key_included, registered
 from harness.precision.modules import OutputHead, output_head, select
 from harness.precision.passes import Passes
 from harness.precision.policy import PrecisionPolicy
-from harness.precision.policy_kernels import policy_kernels
 from harness.precision.rounding_noise import RoundingNoise
 from harness.precision.storage import fp32_weights, sixteen_bit_tensors, stored_in
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from torch import nn
 
 from harness.precision.directions import DIRECTIONS, Direction
-from harness.precision.emulated_products import Directions, RoundedProducts
+from harness.precision.emulation.products import Directions, RoundedProducts
 from harness.precision.passes import Passes
 from harness.precision.regions import Region, directed_region, fp32_region, ieee_region, in_region
 

@@ -21,7 +21,10 @@ def magnitude(tensor: Tensor) -> Tensor:
     NaN if an element is NaN, infinite if one is infinite, 0 for an empty tensor. A complex tensor
     is seen as pairs of reals. One pass, no temporaries, no wait for the device.
     """
-    value = _strided(tensor.detach())
+    if tensor._is_zerotensor():
+        # Zeros without memory, from forward-mode derivatives: torch's norm kernel reads address 0.
+        return torch.zeros((), dtype=torch.float64, device=tensor.device)
+    value = stored_values(tensor.detach())
     if value.is_quantized:
         value = value.dequantize()
     if value.is_complex():
@@ -35,8 +38,8 @@ def magnitude(tensor: Tensor) -> Tensor:
     return largest.double()
 
 
-def _strided(value: Tensor) -> Tensor:
-    """Return the stored values of a tensor of any layout."""
+def stored_values(value: Tensor) -> Tensor:
+    """Return the stored values of a tensor of any layout as a strided one, in order."""
     if value.layout is torch.sparse_coo:
         return value.coalesce().values()
     if value.layout is torch.jagged or value.layout in _COMPRESSED:
@@ -47,10 +50,13 @@ def _strided(value: Tensor) -> Tensor:
 
 
 def floating_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the floating-point and complex tensors among an op's arguments or results."""
+    """Yield the floating-point and complex tensors among an op's arguments or results.
+
+    Those on the meta device have no values and are left out: nested tensors keep lengths in such.
+    """
     for value in values:
         if isinstance(value, Tensor):
-            if value.is_floating_point() or value.is_complex():
+            if (value.is_floating_point() or value.is_complex()) and not value.is_meta:
                 yield value
         elif isinstance(value, (list, tuple)):
             yield from floating_tensors(value)

@@ -14,13 +14,25 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-ROOT = "(model)"
+from harness.precision.module_names import ROOT
+
 Direction = Literal["forward", "backward"]
 
 
 def autograd_position() -> int:
     """Return autograd's counter of recorded nodes: the number that the next one gets."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and modules that hooks can be added to at run time.
+
+    Not those of TorchScript, whose hooks are compiled with them: what runs inside belongs to the
+    module that calls them.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            yield name, module
 
 
 def in_backward() -> bool:
@@ -46,7 +58,7 @@ class ModuleCalls:
         """Follow the calls of all modules until the context ends; hooks read and change nothing."""
         handles: list[Any] = []
         self._owners = _owners(model)
-        for name, module in model.named_modules():
+        for name, module in hookable_modules(model):
             handles.append(module.register_forward_pre_hook(self._entering(name or ROOT)))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from harness.precision.directions import Direction, entries_for, split_direction
+from harness.precision.module_names import matches
 from harness.precision.passes import random_state_kept
 from harness.precision.policy import PrecisionPolicy
 from harness.precision.undisturbed import undisturbed
@@ -35,10 +35,8 @@ _LINEAR_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 def resolve(patterns: Iterable[str], model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules that patterns match, in the model's order.
 
-    A pattern matches dotted components from the end of a name, each a glob: `norm` matches `norm`
-    and `blocks.0.norm`, `blocks.*.attn` matches `net.blocks.3.attn`. `re:` starts a regular
-    expression on the whole name. A matched container that is never called itself (`ModuleList`,
-    `ModuleDict`) stands for its members.
+    What a pattern matches: `module_names.matches`. A matched container that is never called itself
+    (`ModuleList`, `ModuleDict`) stands for its members.
 
     Args:
         patterns: Patterns of `policy.fp32_modules`; a direction before one is passed over.
@@ -53,7 +51,7 @@ def resolve(patterns: Iterable[str], model: nn.Module) -> tuple[str, ...]:
     matched: set[str] = set()
     for pattern in patterns:
         wanted = split_direction(pattern)[1]
-        hits = [name for name in names if _matches(wanted, name)]
+        hits = [name for name in names if matches(wanted, name)]
         if not hits:
             raise ValueError(
                 f"policy.fp32_modules: {pattern!r} matches no module; {_closest(wanted, names)}"
@@ -174,19 +172,6 @@ def _random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
     # The CPU's generator is kept for a model on any device.
     devices = [parameter.device for parameter in model.parameters()]
     return random_state_kept(devices[0] if devices else torch.device("cpu"))
-
-
-def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.fullmatch(pattern[3:], name) is not None
-        except re.error as error:
-            raise ValueError(
-                f"policy.fp32_modules: {pattern!r} is not a regular expression: {error}"
-            ) from None
-    wanted = pattern.split(".")
-    parts = name.split(".")[-len(wanted) :]
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def _callable_members(name: str, module: nn.Module) -> Iterator[str]:

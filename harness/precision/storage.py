@@ -21,8 +21,8 @@ def stored_in(
 ) -> Iterator[None]:
     """Hold FP32 parameters and floating buffers in `dtype` until the context ends.
 
-    Complex, FP64 and integer tensors are left alone. On exit the current values go back to FP32
-    (exact from a 16-bit format).
+    Complex, FP64, integer, sparse and nested tensors are left alone. On exit the current values go
+    back to FP32 (exact from a 16-bit format).
 
     Args:
         model: Changed in place; its gradients must not exist yet.
@@ -76,6 +76,7 @@ def fp32_weights(model: nn.Module, *, but: Collection[Tensor] = ()) -> Iterator[
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield every parameter and buffer once."""
-    yield from module.parameters()
-    yield from module.buffers()
+    """Yield every parameter and buffer once whose data can be exchanged for another format's."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            yield tensor

@@ -4,36 +4,55 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Kept by `nn.Module` in dicts of their own: assigning a buffer anew changes the dict's entry.
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put back every parameter, buffer and attribute of `model` and its modules on exit.
+def undisturbed(model: nn.Module, *, also: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Put back parameters, gradients, buffers and attributes of `model` and its modules on exit.
 
-    A loss or a forward pass may count its calls, keep a hidden state, average in buffers or move a
-    target network; a policy that is traced once more than another would then train another model.
-    Attributes are put back by reference: what changes inside a list of the user's own stays so.
+    A loss or a forward pass may count its calls, keep a hidden state, average in buffers, move a
+    target network or call `backward` by itself; a policy that is traced once more than another
+    would then train another model. Attributes are put back by reference: what changes inside a list
+    of the user's own stays so.
+
+    Args:
+        model: The model.
+        also: Tensors outside of it that are put back too.
     """
-    values = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    tensors = (*model.parameters(), *model.buffers(), *also)
+    values = [(t, t.detach().clone(), t._version) for t in tensors if not t.is_inference()]
     try:
         with attributes_kept(model):
             yield
     finally:
         with torch.no_grad():
-            for tensor, value in values:
+            for tensor, value, version in values:
                 # An unchanged tensor is not written to.
-                if not torch.equal(tensor, value):
+                if not _is_dense(value):  # torch compares and measures none of these
+                    if tensor._version != version:
+                        tensor.copy_(value)
+                elif tensor.shape != value.shape:
+                    tensor.data = value
+                elif not torch.equal(tensor, value):
                     tensor.copy_(value)
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 @contextmanager
@@ -47,7 +66,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     registries = [
         (registry, dict(registry))
         for module in modules
-        for registry in (vars(module)[name] for name in _REGISTRIES)
+        for registry in (vars(module).get(name) for name in _REGISTRIES)
         if isinstance(registry, dict)  # TorchScript's are views that cannot be assigned to
     ]
     generators = [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.precision.module_calls import ROOT
+from harness.precision.module_names import ROOT
 from harness.probes.base import StepProbe
 from harness.probes.tensors import real_view, tensors_within, unseen
 
@@ -73,6 +73,10 @@ class ActivationHooks:
             del module
             if torch.compiler.is_compiling() or not self._probes:
                 return
+            if torch._C._are_functorch_transforms_active():
+                # Its tensors are wrappers that end with the transform.
+                self.skipped.add(f"calls of `{name}` inside torch.func transforms")
+                return
             # A checkpoint computes its part again inside the backward pass: the call was seen, but
             # the gradients may flow through this second one.
             again = torch._C._current_graph_task_id() != -1
@@ -83,9 +87,14 @@ class ActivationHooks:
                     seen_out = self._views(outputs, name, "output")
                     for probe in self._probes:
                         probe.forward(name, seen_in, seen_out)
+                    if not outputs and output is not None:
+                        kind = type(output).__name__
+                        self.skipped.add(f"output of `{name}`: {kind} without tensors")
             for tensor in outputs:
                 if tensor.requires_grad:
-                    tensor.register_hook(self._gradient_hook(name))  # type: ignore[no-untyped-call]
+                    handle = tensor.register_hook(self._gradient_hook(name))  # type: ignore[no-untyped-call]
+                    if tensor.is_leaf:  # of a module that returns its weight: it would stay on it
+                        self._handles.append(handle)
 
         return saw_call
 

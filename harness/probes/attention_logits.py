@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.precision.module_calls import ROOT, ModuleCalls
+from harness.precision.composites import resolved
+from harness.precision.module_calls import ModuleCalls
+from harness.precision.module_names import ROOT
 from harness.probes.tensors import unseen
 
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
@@ -59,6 +61,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the op; look at its inputs if it is an attention."""
         name = func._schema.name
         kwargs = kwargs or {}
+        parts = resolved(self, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         if name in _SOFTMAX:
             if args[0].numel():
                 with unseen():  # by an audit around this mode, that is

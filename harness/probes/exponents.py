@@ -19,7 +19,7 @@ steps of all kinds, over the gradients of module outputs too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,7 @@ from harness.numerics.exponent_counts import NUM_BINS, counts, scale_window
 from harness.numerics.formats import get_format
 from harness.probes.base import Metric, NamedTensor, StepProbe
 from harness.probes.exponent_samples import Collected, Sample
+from harness.probes.flat import CHUNK_ELEMENTS
 
 FORMATS = ("fp16", "bf16")
 WINDOW_FORMATS = ("fp16", "bf16", "fp8_e5m2", "fp8_e4m3")
@@ -129,7 +130,8 @@ class ExponentsProbe(StepProbe):
         if sample is None:
             return
         if sample.all_kinds and not skipped:
-            sample.add("updates", _differences(self._before, parameters))
+            for updates in _differences(self._before, parameters):
+                sample.add("updates", updates)
         self._before = []
         self._waiting.append(sample)
 
@@ -197,12 +199,22 @@ def _summed(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip(*rows, strict=True)) if rows else (0,) * NUM_BINS
 
 
-def _differences(before: Sequence[Tensor], after: Sequence[NamedTensor]) -> list[NamedTensor]:
-    # In FP32 the difference of two 16-bit weights is exact but for far apart ones.
-    return [
-        NamedTensor(module=new.module, name=new.name, value=_wide(new.value) - _wide(old))
-        for old, new in zip(before, after, strict=True)
-    ]
+def _differences(
+    before: Sequence[Tensor], after: Sequence[NamedTensor]
+) -> Iterator[list[NamedTensor]]:
+    """Yield the updates, as many at a time as `CHUNK_ELEMENTS` hold: not a second large model."""
+    group: list[NamedTensor] = []
+    size = 0
+    for old, new in zip(before, after, strict=True):
+        if group and size + old.numel() > CHUNK_ELEMENTS:
+            yield group
+            group, size = [], 0
+        # In FP32 the difference of two 16-bit weights is exact but for far apart ones.
+        value = _wide(new.value) - _wide(old)
+        group.append(NamedTensor(module=new.module, name=new.name, value=value))
+        size += old.numel()
+    if group:
+        yield group
 
 
 def _wide(tensor: Tensor) -> Tensor:

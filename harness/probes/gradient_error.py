@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from harness.numerics.errors import decibels
+
 # Elements of a block of columns in FP64: bounds the memory of the products.
 _BLOCK_ELEMENTS = 1 << 21
 
@@ -171,7 +173,7 @@ def measures(sums: GradientSums, *, num_batches: int) -> GradientMeasures:
         gradient_error=error,
         cosine=_clamped(sums.product / norms) if has_signal and norms != 0 else None,
         sign_agreement=sums.same_sign / sums.nonzero if sums.nonzero else None,
-        sqnr_db=_decibels(error) if error is not None else None,
+        sqnr_db=decibels(error) if error is not None else None,
         flushed_share=sums.flushed / sums.nonzero if sums.nonzero else None,
         noise_ratio=sums.error_sq / sums.noise if sums.noise > 0 else None,
     )
@@ -185,20 +187,15 @@ def _clamped(value: float) -> float:
     return value if math.isnan(value) else min(1.0, max(-1.0, value))
 
 
-def _decibels(relative_error: float) -> float:
-    if relative_error == 0.0:
-        return math.inf
-    return -20.0 * math.log10(relative_error) if relative_error < math.inf else -math.inf
-
-
 def batches_that_fit(num_weights: int, *, wanted: int, limit_bytes: int) -> int:
     """Return how many batches' gradients and updates can be held at once, at least 2.
 
-    Held in FP32 are f_j, c_j and the FP32 updates: 12 bytes a weight and batch.
+    Held in FP32 are f_j, c_j and the FP32 updates, at the last point those at the final rate too:
+    16 bytes a weight and batch.
     """
     if num_weights == 0:
         return wanted
-    return max(2, min(wanted, limit_bytes // (12 * num_weights)))
+    return max(2, min(wanted, limit_bytes // (16 * num_weights)))
 
 
 def own_parameters(names: Sequence[str], modules: Iterable[str]) -> dict[str, list[int]]:

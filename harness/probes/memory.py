@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.precision.composites import resolved
 from harness.probes.base import Metric, NamedTensor, StepProbe
 
 # What torch.amp.GradScaler keeps on the device: an FP32 scale and an int32 count of clean steps.
@@ -179,6 +180,9 @@ class _ForwardBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the op and note the storages that it made."""
+        parts = resolved(self, func, args, kwargs or {})
+        if parts is not NotImplemented:
+            return parts
         result = func(*args, **(kwargs or {}))
         given = {key for tensor in tensors_of((args, kwargs)) for key, _ in _storages(tensor)}
         for tensor in tensors_of(result):

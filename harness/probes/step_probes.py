@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.precision.module_calls import ROOT
+from harness.precision.module_names import ROOT
 from harness.probes.activations import ActivationHooks
 from harness.probes.base import StepProbe
 from harness.probes.exponents import ExponentsProbe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harness.probes.base import NamedTensor
+from harness.probes.flat import CHUNK_ELEMENTS
 
 Floats = NDArray[np.float64]
 _WIDE = (torch.float32, torch.float64)
@@ -106,7 +107,14 @@ class Gathered:
             layout=self.layout,
             l2=torch.stack(torch._foreach_norm(values, 2)),
             # The norm of order infinity has no vectorized kernel on a CPU: ten times as slow.
-            largest=torch.stack(torch._foreach_max(torch._foreach_abs(values))),
+            # Group by group, or the magnitudes of a large model would be a second one.
+            largest=torch.stack(
+                [
+                    largest
+                    for group in _groups(values)
+                    for largest in torch._foreach_max(torch._foreach_abs(group))
+                ]
+            ),
             zeros=torch.stack(counted) if zeros else None,
         )
 
@@ -130,6 +138,20 @@ class ModuleSizes:
     largest: Floats
     known: NDArray[np.bool_]
     zero_share: Floats | None
+
+
+def _groups(values: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors in order, as many at a time as `CHUNK_ELEMENTS` hold, at least one."""
+    group: list[Tensor] = []
+    size = 0
+    for value in values:
+        if group and size + value.numel() > CHUNK_ELEMENTS:
+            yield group
+            group, size = [], 0
+        group.append(value)
+        size += value.numel()
+    if group:
+        yield group
 
 
 def measurable(tensor: Tensor) -> Tensor | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from harness.precision.tensor_trees import leaves
 
 _ORDINARY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -47,7 +49,9 @@ def real_view(tensor: Tensor) -> tuple[Tensor | None, str]:
     """
     tensor = tensor.detach()
     if tensor.dtype in _ORDINARY and tensor.layout is torch.strided and not tensor.is_nested:
-        return tensor, ""
+        return (tensor.resolve_neg() if tensor.is_neg() else tensor), ""
+    if tensor.is_meta:
+        return None, "tensors on the meta device have no values"
     if tensor.is_quantized:
         return None, "quantized values are integers"
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -56,7 +60,9 @@ def real_view(tensor: Tensor) -> tuple[Tensor | None, str]:
         tensor = tensor.coalesce().values()
     elif tensor.layout is torch.jagged or tensor.layout in _COMPRESSED:
         tensor = tensor.values()
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.is_nested:
+        return None, "nested tensors of strided layout are not supported"
+    if tensor.layout is not torch.strided:
         return None, f"layout {str(tensor.layout).removeprefix('torch.')} is not supported"
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -64,12 +70,8 @@ def real_view(tensor: Tensor) -> tuple[Tensor | None, str]:
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a module was called with or returned, nested containers too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_within(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_within(part)
+    """Yield the tensors in what a module was called with or returned.
+
+    Nested containers and dataclasses are looked into.
+    """
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))

@@ -35,6 +35,7 @@ MAX_SKIPS = 20
 # A loss has diverged when it rises above its minimum by this many times what it had gained.
 _DIVERGED_RISE = 3.0
 _MOSTLY_ZERO = 0.5
+_MOSTLY_MOVED = 0.9
 # Steps within which a part that moves at all under FP32 is expected to have moved.
 UNMOVED_STEPS = 20
 
@@ -70,6 +71,8 @@ class OpEvent:
             batch; None where it has no such place.
         is_layer: Whether the op is the product of a module without children, so that its result
             can be called the module's output.
+        zeros_from: Op that made the exact zeros which this one divides by or takes the logarithm
+            of; None where it does not.
     """
 
     module: str | None
@@ -81,6 +84,7 @@ class OpEvent:
     finite_inputs: bool
     fp32_max: float | None = None
     is_layer: bool = False
+    zeros_from: OpEvent | None = None
 
     def reaching(self, value: float | None) -> OpEvent:
         """Return the event with another `value`."""
@@ -147,7 +151,6 @@ class Evidence:
         weights_max: Largest magnitude among the weights before the step.
         first_weights_max: The same at the start of the run.
         bad_weights: Modules whose weights are non-finite before the step.
-        best_loss: Smallest finite loss before the step; None without any.
         first_loss: Loss of the first step; None at it.
         low: The pass under the run's policy, with its loss scale.
         fp32: The same weights, batch and scale in FP32; None where the policy is FP32.
@@ -166,7 +169,6 @@ class Evidence:
     weights_max: float
     first_weights_max: float
     bad_weights: tuple[str, ...]
-    best_loss: float | None
     first_loss: float | None
     low: Pass
     fp32: Pass | None
@@ -182,6 +184,7 @@ def find_trouble(
     sampled_steps: Sequence[int],
     sampled: Mapping[str, Sequence[float]],
     computes_in_fp32: bool,
+    stores_fp32: bool = True,
 ) -> Trouble | None:
     """Return what went wrong in a run, the earliest cause that its numbers show; None if nothing.
 
@@ -192,6 +195,7 @@ def find_trouble(
         sampled_steps: `RunRecord.sampled_steps`.
         sampled: `RunRecord.sampled`, for the share of exactly zero gradients.
         computes_in_fp32: Whether the policy is FP32: zero gradients are then the model's own.
+        stores_fp32: Whether weights and buffers are FP32: averages kept in them then move.
     """
     losses = series.get("loss", ())
     if status == "crashed" or not losses:
@@ -207,7 +211,9 @@ def find_trouble(
     rise = _diverged_at(losses)
     if rise is not None:
         return Trouble(trigger="diverged", step=rise)
-    return None if computes_in_fp32 else _silent(series, final, sampled_steps, sampled)
+    if computes_in_fp32:
+        return None
+    return _silent(series, final, sampled_steps, sampled, stores_fp32=stores_fp32)
 
 
 def _suspects(series: Mapping[str, Sequence[float]]) -> tuple[int, ...]:
@@ -253,7 +259,9 @@ def _diverged_at(losses: Sequence[float]) -> int | None:
     bound = lowest + max(_DIVERGED_RISE * gained, abs(lowest))
     if not end > bound:
         return None
-    return 1 + max(step for step, loss in enumerate(losses) if loss <= bound)
+    # The end is above the bound on average: a last loss below it ends nothing.
+    low = (step for step, loss in enumerate(losses[:-window]) if loss <= bound)
+    return 1 + max(low, default=-1)
 
 
 def _silent(
@@ -261,6 +269,8 @@ def _silent(
     final: Mapping[str, float],
     sampled_steps: Sequence[int],
     sampled: Mapping[str, Sequence[float]],
+    *,
+    stores_fp32: bool,
 ) -> Trouble | None:
     shares = [
         1.0 - nonzero / total if total else 0.0
@@ -275,7 +285,10 @@ def _silent(
         candidates = [step for step in sampled_steps[start : len(dead)] if not bad or not bad[step]]
         if candidates:
             return Trouble(trigger="zero_gradients", step=candidates[0])
-    if final.get("unmoved_tensors", 0.0) > 0 and final.get("moved_weight_share", 0.0) > 0:
+    moved = final.get("moved_weight_share", 0.0)
+    # A target that averages slowly moves in the few elements that are near zero.
+    still = final.get("unmoved_tensors", 0.0) > 0 or moved < _MOSTLY_MOVED
+    if moved > 0 and (still or (not stores_fp32 and final.get("unmoved_buffers", 0.0) > 0)):
         steps = min(UNMOVED_STEPS, len(series["loss"]) // 2)  # replayed twice
         return Trouble(trigger="unmoved_weights", step=steps - 1) if steps else None
     return None

@@ -6,19 +6,21 @@ Every sentence names a step, a module, a number and the limit it passed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from harness.numerics.formats import get_format
+from harness.precision.module_names import owner
 from harness.probes.triage import FLUSHED, OVERFLOWED, Cause, Evidence, OpEvent, Pass, Trouble
-from harness.probes.triage_places import number, place, upper
+from harness.probes.triage_places import listed, number, place, singular, upper
 
 # How much larger than anything before a batch must be to be called an outlier.
 _OUTLIER = 30.0
 # How far weights or an FP32 loss must have grown to be called blown up.
 _BLOWN_UP = 30.0
 _DEAD, _ALIVE = 0.999, 0.9
-_MAX_NAMES = 4
+# Weights that move under FP32 and this share of them at most under a policy stand still.
+_STILL = 0.1
 _MAX_FINDINGS = 5
 
 
@@ -50,28 +52,39 @@ def not_replayed(trouble: Trouble, reason: str, *, step: int | None = None) -> d
 
 
 def diagnose_unmoved(
-    trouble: Trouble, names: Sequence[str], *, steps: int, count: int, format_name: str
+    trouble: Trouble,
+    shares: Mapping[str, tuple[float, float]],
+    *,
+    steps: int,
+    count: int,
+    format_name: str,
 ) -> dict[str, Any] | None:
     """Return the entry for weights that move under FP32 and not under the policy; None without.
 
     Args:
         trouble: With the trigger `unmoved_weights`.
-        names: Parameters that changed within `steps` steps of FP32, and not under the policy.
+        shares: Parameter -> share of its elements that changed within `steps` steps, under the
+            policy and of FP32.
         steps: Steps that both were given.
         count: Parameters that never changed in the whole run.
         format_name: Format the policy stores weights in.
     """
-    if not names:
+    still = {name: both for name, both in shares.items() if both[0] < _STILL * both[1]}
+    if not still:
         return None
-    modules = list(dict.fromkeys(name.rpartition(".")[0] or "(model)" for name in names))
+    modules = list(dict.fromkeys(owner(name) for name in still))
     lost = (
         "their gradients are lost on the way"
         if format_name == "fp32"
         else f"their updates are lost in {upper(format_name)} weights"
     )
+    many = f"{count} parameter{'s' * (count > 1)} never moved in the whole run; " if count else ""
+    most = max(share for share, _ in still.values())
+    ours = f"at most {100 * most:.2g} % of the elements" if most else "no element"
+    least = 100 * min(share for _, share in still.values())
     sentence = (
-        f"{count} parameter{'s' * (count > 1)} never moved in the whole run; after {steps} steps "
-        f"no element of {_listed(names)} has, and under FP32 they have: {lost}"
+        f"{many}after {steps} steps {ours} of {listed(list(still))} moved, and under FP32 "
+        f"{'at least ' if least < 100 else ''}{least:.3g} %: {lost}"
     )
     entry = _entry(trouble, trouble.step, "silent", sentence, [])
     return entry | {"module": modules[0], "format": format_name, "kind": "weights of"}
@@ -84,14 +97,14 @@ def _event(trouble: Trouble, seen: Evidence) -> OpEvent | None:
         # An infinity inside of a module explains zeros; one in a gradient that is finite in the
         # end does not.
         inside = [e for e in overflows if e.direction == "forward"]
-        return next(iter([*inside, *_explaining(flushes, seen)]), None)
+        return next(iter([*inside, *_backward_first(flushes)]), None)
     if overflows:
         return overflows[0]
     return seen.low.passed_on
 
 
-def _explaining(flushes: Sequence[OpEvent], seen: Evidence) -> list[OpEvent]:
-    """Return flushes in backward first: they are what empties gradients."""
+def _backward_first(flushes: Sequence[OpEvent]) -> list[OpEvent]:
+    """Return those in backward first: they are what empties gradients."""
     return sorted(flushes, key=lambda event: event.direction != "backward")
 
 
@@ -161,7 +174,7 @@ def _layer(trouble: Trouble, seen: Evidence, event: OpEvent | None) -> tuple[Cau
         return "layer", _joined(sentence, _buffers(seen))
     if seen.bad_weights:
         sentence = (
-            f"step {seen.step}: the weights of {_listed(seen.bad_weights)} are not finite before "
+            f"step {seen.step}: the weights of {listed(seen.bad_weights)} are not finite before "
             "it: the update of the step before made them so"
         )
         return "layer", sentence
@@ -206,6 +219,8 @@ def _happened(seen: Evidence, event: OpEvent | None) -> str:
             if event.value is not None and event.value < smallest
             else f"{where} is mostly flushed to zero in {upper(event.format)}{at}"
         )
+    if text := singular(event):
+        return text
     limit, value = event.limit, event.value
     if not event.finite_inputs:
         return f"{where} is the first result that is not finite{at}; so are its inputs"
@@ -223,7 +238,7 @@ def _happened(seen: Evidence, event: OpEvent | None) -> str:
 def _buffers(seen: Evidence) -> str:
     if not seen.bad_buffers:
         return ""
-    return f"{_listed(seen.bad_buffers)} became non-finite in this step and stay so"
+    return f"{listed(seen.bad_buffers)} became non-finite in this step and stay so"
 
 
 def _dead_modules(seen: Evidence) -> list[str]:
@@ -240,7 +255,7 @@ def _dead(seen: Evidence) -> str:
     names = _dead_modules(seen)
     if not names:
         return ""
-    return f"all gradients of {_listed(names)} are exactly zero, and in FP32 they are not"
+    return f"all gradients of {listed(names)} are exactly zero, and in FP32 they are not"
 
 
 def _silenced(seen: Evidence) -> str:
@@ -313,9 +328,3 @@ def _finite(result: Pass) -> bool:
 
 def _joined(*parts: str) -> str:
     return "; ".join(part for part in parts if part)
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:_MAX_NAMES])
-    more = len(names) - _MAX_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown

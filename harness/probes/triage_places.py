@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from harness.precision.op_families import family_of, is_product
 from harness.probes.triage import ROUNDING, OpEvent
 
+_MAX_NAMES = 4
 CASTS = ("_to_copy", "copy_")
 
 
@@ -31,6 +33,23 @@ def place(event: OpEvent) -> str:
     return f"gradient inside `{event.module}` (`{op}`)"
 
 
+def singular(event: OpEvent) -> str:
+    """Return that an op meets zeros, or what no format can hold, only because of its inputs.
+
+    Empty where FP32 has the same at the same place, or is not known to differ.
+    """
+    if event.fp32_max is None or not math.isfinite(event.fp32_max):
+        return ""
+    if event.value is None or math.isfinite(event.value):
+        return ""
+    told = f"{place(event)} is not finite: "
+    if event.zeros_from is None:
+        told += "its inputs, rounded before it, allow nothing else in any format"
+    else:
+        told += f"{place(event.zeros_from)}, which it reads, is exactly zero in places"
+    return f"{told}; in FP32 it is finite (max {number(event.fp32_max)})"
+
+
 def upper(format_name: str) -> str:
     """Return a format as a person writes it: `FP16`, `FP8 E4M3`."""
     return format_name.upper().replace("FP8_", "FP8 ")
@@ -39,6 +58,13 @@ def upper(format_name: str) -> str:
 def is_layer_output(op: str) -> bool:
     """Return whether an op is a layer's main computation rather than a step on the way."""
     return is_product(op) or family_of(op) == "embedding"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a person lists them, the first few."""
+    shown = ", ".join(f"`{name}`" for name in names[:_MAX_NAMES])
+    more = len(names) - _MAX_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def number(value: float | None) -> str:

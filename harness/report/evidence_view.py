@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,17 @@ from harness.report.rounding_error import (
     rounding_name,
     unprobed,
 )
+from harness.report.stored_probes import mapping
 from harness.report.tensor_norms import ModuleNorms, module_norms
 from harness.report.text import candidates, outcome_label, percent_text, significant
 from harness.report.trouble_causes import causes
 from harness.report.update_losses import LostUpdates, PolicyUpdates, lost_updates
 from harness.report.what_ran import what_ran
+from harness.runs.record import RunRecord
 
 # Of each module five kinds of tensors: the worst rows say what there is to say.
 _MOST_RANGES = 150
+_MOST_SKIPPED = 6
 # Probes whose absence leaves a question of the section without an answer.
 _PROBES = {
     "audit": "the formats of its ops",
@@ -126,7 +130,22 @@ def unmeasured(evidence: Evidence) -> tuple[str, ...]:
     absent = [what for probe, what in _PROBES.items() if not any(r.probes.get(probe) for r in runs)]
     if runs and absent:
         lines.append(f"By module: no run looked at {', '.join(absent)}.")
+    if skipped := _not_applicable(runs):
+        shown = "; ".join(skipped[:_MOST_SKIPPED])
+        more = len(skipped) - _MOST_SKIPPED
+        lines.append(f"Could not be looked at: {shown}{f'; and {more} more' * (more > 0)}.")
     return tuple(lines)
+
+
+def _not_applicable(runs: Iterable[RunRecord]) -> list[str]:
+    """Return the tensors that step probes could not look at, each once, with the reason."""
+    found: dict[str, None] = {}
+    for record in runs:
+        for result in record.probes.values():
+            reasons = mapping(result).get("not_applicable")
+            if isinstance(reasons, list):
+                found.update(dict.fromkeys(map(str, reasons)))
+    return list(found)
 
 
 def _range_listing(evidence: Evidence) -> Listing | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.analysis.findings import ModelFindings
 from harness.report.evidence import Evidence
 from harness.report.stored_probes import as_count, first_result
+from harness.runs.record import RunRecord
 
 _PARTS = {
     "weights": "weights",
@@ -21,9 +22,14 @@ _PARTS = {
 
 
 def memory_parts(evidence: Evidence) -> dict[str, dict[str, float]]:
-    """Return policy -> part -> bytes in one step, without parts that are empty everywhere."""
+    """Return policy -> part -> bytes in one step, without parts that are empty everywhere.
+
+    Policies emulated in FP32 storage are left out: their bytes are the emulation's.
+    """
     found = {}
     for policy, runs in evidence.runs.items():
+        if _stored_wider(runs):
+            continue
         stored = first_result(runs, "memory")
         parts = {label: as_count(stored.get(key)) for key, label in _PARTS.items()}
         if sum(parts.values()) > 0:
@@ -35,9 +41,20 @@ def memory_sentences(evidence: Evidence) -> tuple[str, ...]:
     """Return each policy's sentence on its largest part; policies with the same one together."""
     policies: dict[str, list[str]] = {}
     for policy, runs in evidence.runs.items():
+        if _stored_wider(runs):
+            continue
         if sentence := str(first_result(runs, "memory").get("largest") or "").rstrip("."):
             policies.setdefault(sentence, []).append(policy)
     return tuple(f"{', '.join(names)}: {sentence}." for sentence, names in policies.items())
+
+
+def _stored_wider(runs: Sequence[RunRecord]) -> bool:
+    """Return whether a format exists by rounding FP32 tensors only: TF32 on a CPU, FP8."""
+    return any(
+        run.execution == "emulated"
+        and run.policy_content.get("compute_format") not in ("fp32", "bf16", "fp16")
+        for run in runs
+    )
 
 
 def _profiles(findings: ModelFindings) -> Mapping[str, Any]:

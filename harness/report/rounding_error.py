@@ -150,6 +150,8 @@ def rounding_sentence(policy: str, probe: ProbeFindings, batch: float | None) ->
 
 def _like_batch(batch: float, nu: float) -> str:
     smaller = batch / (1 + nu)
+    if smaller < 1 <= batch:
+        return "below 1"
     for digits in range(1, 7):
         text = f"{smaller:.{digits}f}"
         # As many digits as it takes to tell the two batch sizes apart.

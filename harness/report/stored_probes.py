@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.analysis.probe_values import stored_number
 from harness.runs.record import RunRecord
+from harness.runs.record_files import stored_number
 
 
 def as_count(value: object) -> float:

@@ -34,6 +34,10 @@ class PolicyStyle:
     width: float = 1.6
 
 
+# Policy name -> how it is drawn.
+Styles = dict[str, PolicyStyle]
+
+
 _DASH = (0.0, (5.0, 2.0))
 _DASH_DOT = (0.0, (6.0, 2.0, 1.5, 2.0))
 _DOT = (0.0, (1.5, 1.5))
@@ -59,9 +63,7 @@ _CANDIDATES = (
 _FIXED = {"bf16": 0, "fp16": 1, "bf16_fallback": 2, "bf16_pure": 3, "tf32": 4}
 
 
-def policy_styles(
-    policies: Sequence[str], *, reference: str, controls: Sequence[str]
-) -> dict[str, PolicyStyle]:
+def policy_styles(policies: Sequence[str], *, reference: str, controls: Sequence[str]) -> Styles:
     """Return policy -> style; with more candidates than colours, colours repeat.
 
     Args:
@@ -71,7 +73,7 @@ def policy_styles(
     """
     taken = {_FIXED[p] for p in policies if p in _FIXED}
     free = [i for i in range(len(_CANDIDATES)) if i not in taken] or list(range(len(_CANDIDATES)))
-    styles: dict[str, PolicyStyle] = {}
+    styles: Styles = {}
     used = 0
     for policy in policies:
         if policy == reference:

@@ -49,7 +49,7 @@ def causes(evidence: Evidence) -> tuple[Cause, ...]:
 
 def _place(triage: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what two runs share whose trouble is the same; numbers and steps may differ."""
-    if not triage.get("module"):
+    if not triage.get("module") and not triage.get("op"):
         return (str(triage["sentence"]),)
     return tuple(str(triage.get(key)) for key in ("cause", "module", "op", "direction", "kind"))
 

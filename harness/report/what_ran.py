@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.analysis.probe_values import stored_number
 from harness.report.evidence import Evidence
 from harness.report.stored_probes import (
     as_count,
@@ -17,6 +16,7 @@ from harness.report.stored_probes import (
 )
 from harness.report.text import percent_text
 from harness.runs.record import RunRecord
+from harness.runs.record_files import stored_number
 
 # What is not fewer bits than FP32; TF32 is FP32 in storage, but not in a product.
 _FULL = ("fp32", "fp64", "complex64", "complex128")

@@ -15,7 +15,8 @@ from harness.report.markdown import report_markdown
 from harness.report.style import policy_styles
 from harness.report.text import controls
 from harness.report.view import context
-from harness.runs.record import RunRecord, write_atomically
+from harness.runs.record import RunRecord
+from harness.runs.record_files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)

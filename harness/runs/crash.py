@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.precision.module_calls import ROOT, ModuleCalls, autograd_position
+from harness.precision.module_calls import ModuleCalls, autograd_position
+from harness.precision.module_names import ROOT
 from harness.runs.record import CrashReport
 
 _OWN_FOLDER = str(Path(__file__).resolve().parents[1])

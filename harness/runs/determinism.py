@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from harness.precision.magnitude import stored_values
+
 _MASK = (1 << 64) - 1
 # The golden ratio times 2^64, odd: multiplying by it loses nothing.
 _GOLDEN = -7046029254386353131
@@ -170,12 +172,23 @@ def tensors_sha256(tensors: Iterable[Tensor]) -> str:
 
 
 def _update(digest: Any, tensor: Tensor) -> None:
-    digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(f"{_shape(tensor)} {tensor.dtype}".encode())
     for part in _dense_parts(tensor.detach()):
         digest.update(_as_bytes(part).cpu().numpy())
 
 
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; of a nested one the shapes of its parts, one after the other."""
+    if tensor.is_nested:
+        return tuple(length for part in tensor.unbind() for length in part.shape)
+    return tuple(tensor.shape)
+
+
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.is_quantized:  # to see its bytes as others ends the process
+        tensor = tensor.dequantize()
+    if tensor.is_nested:
+        return (stored_values(tensor),)
     if tensor.layout == torch.strided:
         return (tensor,)
     sparse = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
@@ -231,7 +244,7 @@ class Checksum:
         on the CPU) is copied to the device.
         """
         tensor = tensor.detach().to(self._weights.device, non_blocking=True)
-        self._salt = (self._salt * _GOLDEN + _salt(tensor.shape, tensor.dtype)) & _MASK
+        self._salt = (self._salt * _GOLDEN + _salt(_shape(tensor), tensor.dtype)) & _MASK
         for part in _dense_parts(tensor):
             flat = _as_words(part)
             for start in range(0, flat.numel(), _CHUNK_WORDS):

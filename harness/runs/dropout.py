@@ -144,8 +144,14 @@ def _composite(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def _attention_kernel(dropout: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Attention whose dropout is ours: the fused CUDA kernels draw theirs inside, by dtype."""
+def _attention_kernel(
+    dropout: Callable[..., Tensor], replaces: Callable[[Tensor], bool]
+) -> Callable[..., Tensor]:
+    """Attention whose dropout is ours: the fused CUDA kernels draw theirs inside, by dtype.
+
+    A CPU has no fused kernel with dropout, and what it has instead computes 16-bit products in
+    FP32; there ours `replaces` it for those alone.
+    """
     op = torch.ops.aten.scaled_dot_product_attention.default
 
     def kernel(
@@ -159,11 +165,19 @@ def _attention_kernel(dropout: Callable[..., Tensor]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if dropout_p == 0:
-            fused: Tensor = _composite(
-                op, query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        if dropout_p == 0 or not replaces(query):
+            torchs: Tensor = _composite(
+                op,
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
-            return fused
+            return torchs
         if enable_gqa:
             key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
             value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
@@ -240,6 +254,9 @@ def _register(
                 library.impl(name, kernel, autograd)  # type: ignore[no-untyped-call]
     if backend == "CUDA":
         register_fused(library, autograd, plain)
+    else:
+        attention = _attention_kernel(plain, lambda query: query.dtype in LOW_PRECISION)
+        library.impl("scaled_dot_product_attention", attention, autograd)  # type: ignore[no-untyped-call]
     register_draws(library, backend, recorder.add)
 
 
@@ -247,7 +264,8 @@ def register_fused(
     library: torch.library.Library, key: str, dropout: Callable[..., Tensor]
 ) -> None:
     """Register the ops whose CUDA kernels draw masks inside themselves."""
-    library.impl("scaled_dot_product_attention", _attention_kernel(dropout), key)  # type: ignore[no-untyped-call]
+    attention = _attention_kernel(dropout, lambda query: True)
+    library.impl("scaled_dot_product_attention", attention, key)  # type: ignore[no-untyped-call]
     aten = torch.ops.aten
     for op, index in (
         (aten.lstm.input, 5),

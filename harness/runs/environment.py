@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from harness import __version__
-from harness.precision.emulation import native_bf16_matmul
+from harness.precision.emulation.sixteen_bit import native_bf16_matmul
 
 
 def describe_environment(device: torch.device, *, num_threads: int | None) -> dict[str, Any]:

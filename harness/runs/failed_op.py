@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.precision.audit import FORMAT_NAMES
-from harness.precision.module_calls import ROOT, ModuleCalls
+from harness.precision.module_calls import ModuleCalls
+from harness.precision.module_names import ROOT
 from harness.precision.undisturbed import undisturbed
 
 # After these a device may be unable to run anything again.

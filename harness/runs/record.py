@@ -7,22 +7,18 @@ truth; MLflow holds a copy.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from harness.runs.record_files import stored_number, strict_json, versioned_fields, write_atomically
 
 SCHEMA_VERSION = 2
 # Version 1 had no `probes`.
 READABLE_VERSIONS = (1, 2)
 RECORD_FILE = "record.json"
 Status = Literal["completed", "diverged", "crashed"]
-
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +118,13 @@ class RunRecord:
         final: Scalars after the last step: `nonfinite_weights`, `nonfinite_buffers`,
             `moved_weight_share` (share of weights that differ from their start),
             `unmoved_tensors` (parameters none of whose elements differs),
+            `unmoved_buffers` (floating ones, likewise),
             `zero_grad_share` (share of gradient elements exactly zero, mean over sampled steps),
             `num_parameters`.
         audit: Op name -> format it really ran in -> calls, in one traced forward pass.
         probes: Probe name -> what it found, plain JSON values in the layout that the probe's module
-            documents; a probe that was off is absent.
+            documents (`audit`: `StepAudit.result`; `triage`: `triage_diagnosis.diagnose`); a probe
+            that was off is absent. `not_applicable` in any of them: what it could not look at.
         loss_dtype: Dtype in which the workload returned the loss.
         loss_on_16bit_grid: Format name (`bf16` or `fp16`) when every logged loss is exactly a value
             of it, else None.
@@ -172,7 +170,7 @@ class RunRecord:
 
     def to_json(self) -> str:
         """Return strict JSON; NaN and infinities become the strings `NaN`, `Infinity`, ..."""
-        return json.dumps(_encode(dataclasses.asdict(self)), allow_nan=False, separators=(",", ":"))
+        return strict_json(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
@@ -181,17 +179,7 @@ class RunRecord:
         Raises:
             ValueError: Not JSON, not a record, or a schema version this release does not know.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not a run record: {error}") from None
-        if not isinstance(data, dict) or "schema_version" not in data:
-            raise ValueError("not a run record: no schema_version")
-        if data["schema_version"] not in READABLE_VERSIONS:
-            raise ValueError(
-                f"run record has schema version {data['schema_version']}; this release reads "
-                f"versions {' and '.join(map(str, READABLE_VERSIONS))}"
-            )
+        data = versioned_fields(text, kind="run record", readable=READABLE_VERSIONS)
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(data) - known):
             raise ValueError(f"run record has an unknown field {unknown[0]!r}")
@@ -223,33 +211,11 @@ def _decode_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def probe_number(value: Any) -> float | None:
-    """Return a number of `RunRecord.probes` as a float; None stays None.
-
-    Only the probes' numbers need this: NaN and infinities are strings in what was read back.
-
-    Raises:
-        ValueError: It is a string that stands for no number.
-    """
-    if value is None:
-        return None
-    if isinstance(value, str) and value not in _NON_FINITE:
-        raise ValueError(f"{value!r} is no number of a probe")
-    return _number(value)
-
-
 def _number(value: Any) -> float:
-    return _NON_FINITE[value] if isinstance(value, str) else float(value)
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, dict):
-        return {str(k): _encode(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_encode(v) for v in value]
-    return value
+    number = stored_number(value)
+    if number is None:
+        raise TypeError(f"{value!r} is no number")
+    return number
 
 
 def write_record(record: RunRecord, folder: Path) -> Path:
@@ -272,18 +238,3 @@ def read_record(folder: Path) -> RunRecord:
         return RunRecord.from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the new one, never a part of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    # Not mkstemp: its files are readable by their owner alone, and reports are to be shared.
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

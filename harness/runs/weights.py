@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+
+from harness.precision.magnitude import stored_values
 
 
 def perturb_(model: nn.Module, size: float, *, seed: int) -> None:
@@ -25,12 +27,13 @@ def perturb_(model: nn.Module, size: float, *, seed: int) -> None:
                 parameter.mul_(factor.to(device=parameter.device, dtype=parameter.dtype))
 
 
-def cpu_copies(model: nn.Module) -> list[Tensor]:
-    """Return copies of all parameters (tied ones once) on the CPU."""
-    return [p.detach().to("cpu", copy=True) for p in model.parameters()]
+def cpu_copies(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters and buffers (tied ones once, by their first name)."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: t.detach().to("cpu", copy=True) for name, t in tensors}
 
 
-def final_state(model: nn.Module, start: Sequence[Tensor]) -> dict[str, float]:
+def final_state(model: nn.Module, start: Mapping[str, Tensor]) -> dict[str, float]:
     """Return counts over the trained model.
 
     Args:
@@ -40,24 +43,46 @@ def final_state(model: nn.Module, start: Sequence[Tensor]) -> dict[str, float]:
     Returns:
         `nonfinite_weights` and `nonfinite_buffers` (elements), `moved_weight_share` (share of
         weights that differ from their start, 0 for a model without any), `unmoved_tensors`
-        (parameters of which no element does), `num_parameters` (tied ones once).
+        (parameters of which no element does), `unmoved_buffers` (floating ones, likewise),
+        `num_parameters` (tied ones once). All elements of a parameter that came, or changed its
+        shape, during training count as moved.
     """
-    weights = [p.detach().cpu() for p in model.parameters()]
-    total = sum(w.numel() for w in weights)
-    changed = [int((w != s).sum()) for w, s in zip(weights, start, strict=True)]
+    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    total = sum(w.numel() for w in weights.values())
+    changed = [_num_moved(w, start.get(name)) for name, w in weights.items()]
     moved = sum(changed)
     return {
-        "nonfinite_weights": float(sum(_nonfinite(w) for w in weights)),
+        "nonfinite_weights": float(sum(_nonfinite(w) for w in weights.values())),
         "nonfinite_buffers": float(sum(_nonfinite(b.detach()) for b in model.buffers())),
         "moved_weight_share": moved / total if total else 0.0,
         "unmoved_tensors": float(
-            sum(n == 0 < w.numel() for n, w in zip(changed, weights, strict=True))
+            sum(n == 0 < w.numel() for n, w in zip(changed, weights.values(), strict=True))
+        ),
+        "unmoved_buffers": float(
+            sum(
+                _num_moved(b.detach().cpu(), start.get(name)) == 0 < b.numel()
+                for name, b in model.named_buffers()
+                if b.is_floating_point()
+            )
         ),
         "num_parameters": float(total),
     }
 
 
+def _num_moved(weight: Tensor, start: Tensor | None) -> int:
+    if start is None:
+        return weight.numel()
+    # Nested tensors have no shape to compare, and sparse ones store what they hold.
+    ours, theirs = stored_values(weight), stored_values(start)
+    if ours.shape != theirs.shape:
+        return weight.numel()
+    return int((ours != theirs).sum())
+
+
 def _nonfinite(tensor: Tensor) -> int:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
-    return int(tensor.numel() - torch.isfinite(tensor).sum())
+    values = stored_values(tensor)
+    if values.element_size() == 1:
+        values = values.float()  # torch has no `isfinite` of FP8
+    return int(values.numel() - torch.isfinite(values).sum())

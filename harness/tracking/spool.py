@@ -9,7 +9,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.runs.record import RunRecord, read_record, write_atomically
+from harness.runs.record import RunRecord, read_record
+from harness.runs.record_files import write_atomically
 from harness.tracking.content import folder_name
 from harness.tracking.store import Store, StoreUnreachable, log_record, prepare
 

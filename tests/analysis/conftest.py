@@ -10,7 +10,7 @@ from harness.analysis.analyzer import analyze_model
 from harness.analysis.decision import DecisionRule
 from harness.analysis.findings import ModelFindings, Ratio, Verdict
 from harness.runs.record import RunRecord
-from harness.runs.same_point import SamePointRecord
+from harness.runs.same_point.record import SamePointRecord
 
 COMMAND = "python -m harness +sweep=precision seed=0,1,2"
 

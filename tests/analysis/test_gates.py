@@ -371,6 +371,21 @@ def test_low_precision_loss_with_a_held_out_set_is_judged_on_that_set(analysis: 
     assert verdict.estimates["held_out"].alpha_reject == 0.05
 
 
+def test_a_mean_of_a_few_16_bit_values_is_not_a_loss_in_another_16_bit_format(
+    analysis: Any,
+) -> None:
+    """Four BF16 values have a mean of two bits more, which FP16 holds: nothing was logged in it."""
+
+    def on_grid(record: RunRecord) -> RunRecord:
+        return dataclasses.replace(record, loss_on_16bit_grid="fp16", held_out=None)
+
+    records = planted(on_grid, in_seeds=EVERY)
+    assert "LOSS_LOGGED_LOW_PRECISION" not in analysis.codes(analysis.verdict(records))
+    # A loss that is cast by hand is in that format under every policy.
+    verdict = analysis.verdict([on_grid(record) for record in records])
+    assert verdict.main_reason.code == "LOSS_LOGGED_LOW_PRECISION"
+
+
 def test_records_of_one_run_twice_are_refused(analysis: Any) -> None:
     records = [*make_grid(["fp32", "bf16"]), make_record("bf16", 0)]
     with pytest.raises(ValueError, match="two records of policy 'bf16' and seed 0"):

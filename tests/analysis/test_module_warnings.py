@@ -21,7 +21,7 @@ from factories import (
 
 from harness.analysis.findings import Verdict
 from harness.precision.policy import LossScaleSettings, PrecisionPolicy
-from harness.runs.same_point import ModuleError
+from harness.runs.same_point.record import ModuleError
 
 SCALED = LossScaleSettings(kind="dynamic")
 FP16_ALL = PrecisionPolicy(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 from factories import POLICIES, make_grid, make_record, make_same_point
 
 from harness.precision.policy import LossScaleSettings, PrecisionPolicy
-from harness.runs.same_point import ModuleError
+from harness.runs.same_point.record import ModuleError
 
 SEEDS = (0, 1, 2)
 HARM = {"offset": 0.5, "luck": 0.001}
@@ -69,6 +70,20 @@ def test_what_the_grid_has_refuted_is_not_offered(analysis: Any) -> None:
     kept = [make_record(keeping("dist"), seed, **HARM) for seed in SEEDS]
     records = [*make_grid({"fp32": {}, "bf16": HARM}), *kept]
     assert "keeping `net.dist`" not in reason(analysis, records, "bf16", bf16=culprit("bf16"))
+
+
+def test_a_format_that_works_only_with_more_in_fp32_is_no_remedy(analysis: Any) -> None:
+    """FP16 overflows; so does BF16, and what mends both is the module."""
+    kept = [make_record(keeping("head"), seed, **BENIGN) for seed in SEEDS]
+    fp16 = [
+        dataclasses.replace(r, series={**r.series, "loss": (math.nan,) * r.num_steps})
+        for r in make_grid({"fp16": {}})
+    ]
+    for bf16, offered in ((HARM, False), (BENIGN, True)):
+        records = [*make_grid({"fp32": {}, "bf16": bf16}), *fp16, *kept]
+        assert ("BF16, which has" in reason(analysis, records, "fp16")) is offered
+    alone = [*make_grid({"fp32": {}}), *fp16, *kept]
+    assert "FP32's range (bf16_kept, accepted here)" in reason(analysis, alone, "fp16")
 
 
 def test_flushed_gradients_point_to_loss_scaling(analysis: Any) -> None:

@@ -12,7 +12,7 @@ from factories import make_point, make_same_point
 from harness.analysis.probe_findings import ProbeFindings
 from harness.analysis.rule import DecisionRule
 from harness.analysis.same_point_rule import measure, probe_reasons
-from harness.runs.same_point import ModuleError, Point
+from harness.runs.same_point.record import ModuleError, Point
 
 RULE = DecisionRule()
 K, SIZE = 16, 4000

@@ -6,7 +6,7 @@ from torch import nn
 
 from harness.precision.audit import audited_step
 from harness.precision.execution import applied
-from harness.precision.kernels import Override, registered
+from harness.precision.kernels.registry import Override, registered
 
 
 def test_fp32_and_its_twin_audit_alike_and_every_other_policy_differs():

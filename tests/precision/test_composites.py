@@ -1,5 +1,7 @@
 """Composite layers, transforms and custom functions: every op in the format of CUDA's lists."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.precision.execution import applied
+from harness.precision.op_families import family_of
 
 X = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -285,3 +288,55 @@ def test_function_transforms(low):
     assert got.dtype is torch.float32
     # A few roundings of 2^-8 each.
     assert (got - want).norm() < 2**-5 * want.norm()
+
+
+def by_family(audit):
+    counted = Counter()
+    for op, counts in audit.items():
+        for fmt, count in counts.items():
+            counted[family_of(op), fmt] += count
+    return counted
+
+
+class FrozenTeacher(nn.Module):
+    """A part that runs in inference mode, as teachers and target networks do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x, context):
+        with context():
+            return self.attention(self.layers(x)).softmax(-1).cumsum(-1)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        policy("bf16"),
+        policy("fp16"),
+        policy("bf16", fp32_ops=["linear", "gelu"]),
+        policy("bf16", low_precision_ops=["softmax", "layer_norm"]),
+        policy("bf16", fp32_ops=["forward:gelu"], fp32_modules=["layers.0"]),
+        policy("tf32"),
+        policy("e4m3"),
+    ],
+    ids=lambda chosen: "-".join([chosen.compute_format, *chosen.fp32_ops]),
+)
+def test_inference_mode_changes_no_format(chosen):
+    """Values are those without gradients, and the audit tells as much of them."""
+    model = FrozenTeacher()
+    results, audits = zip(
+        *(
+            run(chosen, model, lambda m, c=c: m(X, c), grad=False)
+            for c in (torch.no_grad, torch.inference_mode)
+        ),
+        strict=True,
+    )
+    assert results[0].dtype is results[1].dtype
+    # Two orders of summation in FP32; a format that is not kept is 2^-11 away and more.
+    torch.testing.assert_close(*results, rtol=0, atol=1e-6)
+    # By family: torch multiplies three dimensions as `mm` in one mode and as `bmm` in the other.
+    assert by_family(audits[0]) == by_family(audits[1])

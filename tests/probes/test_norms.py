@@ -180,6 +180,27 @@ def test_zeros_are_counted_among_real_elements(limit: int, monkeypatch: pytest.M
     assert sizes.zero_share.tolist() == [[pytest.approx(74 / 194), 0.0]]
 
 
+def test_large_tensors_are_measured_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sizes, and never more magnitudes at once than a group holds."""
+    tensors = named("m", torch.randn(40), -9 * torch.ones(70), torch.randn(30), torch.randn(20))
+    expected = gather(tensors)
+    monkeypatch.setattr("harness.probes.tensor_sizes.TABLE_ELEMENTS", 0)
+    monkeypatch.setattr("harness.probes.tensor_sizes.CHUNK_ELEMENTS", 50)
+    magnitudes, held = torch._foreach_abs, []
+
+    def seen(group: list[torch.Tensor]) -> object:
+        held.append(sum(tensor.numel() for tensor in group))
+        return magnitudes(group)
+
+    monkeypatch.setattr(torch, "_foreach_abs", seen)
+    gathered = gather(tensors)
+    assert gathered is not None
+    assert expected is not None
+    ours, theirs = by_module([gathered.measured()]), by_module([expected.measured()])
+    assert ours.largest.tolist() == theirs.largest.tolist() == [[9.0]]
+    assert held == [40, 70, 50]
+
+
 def test_nonfinite_values_are_told_and_squares_out_of_range_are_not_made_up() -> None:
     def sizes(*values: float) -> tuple[float | None, float]:
         found = one_step(named("m", torch.tensor(values)), [], lambda: None)["m"]

@@ -92,6 +92,22 @@ class Odd(nn.Module):
         return self.head(self.again(self.again(self.act(x + 0.1))))
 
 
+class Taught(nn.Module):
+    """A student beside a frozen teacher in inference mode, which passes by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.teacher = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.student = nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        with torch.inference_mode():
+            taught = self.teacher(x)
+        return self.student(x + taught.float().clone())
+
+
 def id_batches(seed: int, steps: int) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -110,6 +126,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 MLP = TinyWorkload()
 ATTENDING = TinyWorkload(model=Attending, data=id_batches, loss=next_token)
 ODD = TinyWorkload(model=Odd, data=id_batches, loss=next_token, optimizer=sgd)
+TAUGHT = TinyWorkload(model=Taught, data=id_batches, loss=next_token)
 CLOSURE = TinyWorkload(
     optimizer=lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3), clip=None
 )
@@ -124,6 +141,8 @@ RUNS: dict[str, tuple[TinyWorkload, PrecisionPolicy]] = {
     "checkpoint, tied weights fp16 scaled": (ATTENDING, FP16),
     "sparse, complex, empty, scalar fp32": (ODD, FP32),
     "sparse, complex, empty, scalar bf16": (ODD, BF16),
+    "inference mode tf32": (TAUGHT, TF32),
+    "inference mode fp16 scaled": (TAUGHT, FP16),
     "closure bf16": (CLOSURE, BF16),
 }
 

@@ -11,8 +11,8 @@ from harness.precision.policy import PrecisionPolicy
 from harness.probes.profile import OpTime, profiled_ops
 from harness.runs.phases import Phases
 from harness.runs.settings import ProbeSettings, RunSettings
-from harness.runs.step_profile import make_profile
-from harness.runs.timing import TimeRatio
+from harness.runs.timing.profile import make_profile
+from harness.runs.timing.record import TimeRatio
 from harness.runs.trainer import train
 from harness.workloads.registry import make_workload
 
@@ -132,6 +132,9 @@ def test_sentences() -> None:
     assert even == "bf16 gains nothing (1.00x) because 71 % of the time is in FP32 element-wise ops"
     reference = make_profile(stuck, steps=1, policy=FP32, ratio=None, is_reference=True)
     assert reference.sentence.startswith("fp32, the reference: 71 % in FP32 element-wise ops")
+    twin = PrecisionPolicy(name="fp32_twin", perturbation=2.0**-8)
+    control = make_profile(stuck, steps=1, policy=twin, ratio=ratio(0.99)).sentence
+    assert control.startswith("fp32_twin, FP32 as well: 71 % in FP32 element-wise ops")
     nothing = make_profile([], steps=1, policy=BF16, ratio=None)
     assert nothing.sentence == "bf16: the profiler saw no time in any op"
     assert nothing.ops == ()

@@ -102,6 +102,10 @@ class TestFindTrouble:
         assert found.step is not None
         assert 25 < found.step < 38
 
+    def test_it_is_looked_at_within_the_run_even_if_the_very_last_loss_is_low_again(self):
+        losses = [*FALLING[:20], *[50.0] * 19, 0.1]
+        assert trouble(losses) == Trouble(trigger="diverged", step=20)
+
     def test_mostly_zero_gradients_to_the_end(self):
         counts = {"grad_nonzero": [99, 10, 10, 10], "grad_total": [100] * 4}
         sampled = ((0, 5, 10, 15), counts)
@@ -157,7 +161,6 @@ def evidence(**changes):
         "weights_max": 1.1,
         "first_weights_max": 1.0,
         "bad_weights": (),
-        "best_loss": 0.9,
         "first_loss": 2.0,
         "low": dataclasses.replace(HEALTHY, loss=NAN, events=(event(),)),
         "fp32": HEALTHY,
@@ -276,13 +279,34 @@ class TestDiagnose:
 
     def test_weights_that_do_not_move(self):
         silent = Trouble(trigger="unmoved_weights", step=19)
-        assert diagnose_unmoved(silent, [], steps=20, count=1, format_name="bf16") is None
-        found = diagnose_unmoved(silent, ["target.weight"], steps=20, count=1, format_name="bf16")
+
+        def told(shares, count=1, fmt="bf16"):
+            return diagnose_unmoved(silent, shares, steps=20, count=count, format_name=fmt)
+
+        assert told({}) is None
+        assert told({"frozen": (0.0, 0.0), "moving": (0.6, 1.0)}) is None
+        found = told({"head.bias": (1.0, 1.0), "target.weight": (0.0, 1.0)})
         assert (found["cause"], found["module"]) == ("silent", "target")
-        assert "updates are lost in BF16 weights" in found["sentence"]
-        found = diagnose_unmoved(silent, ["a.b"], steps=20, count=2, format_name="fp32")
+        assert found["sentence"] == (
+            "1 parameter never moved in the whole run; after 20 steps no element of "
+            "`target.weight` moved, and under FP32 100 %: their updates are lost in BF16 weights"
+        )
+        found = told({"a.b": (0.0, 0.3)}, 2, "fp32")
         assert found["sentence"].startswith("2 parameters never moved")
         assert "gradients are lost" in found["sentence"]
+
+    def test_weights_that_hardly_move(self):
+        """A slow average: elements near zero move, the others stay."""
+        final = {"unmoved_tensors": 0.0, "moved_weight_share": 0.6}
+        assert trouble(FALLING, final=final) == Trouble(trigger="unmoved_weights", step=19)
+        assert trouble(FALLING, final={**final, "moved_weight_share": 0.99}) is None
+        silent = Trouble(trigger="unmoved_weights", step=19)
+        shares = {"target.0.weight": (0.02, 1.0), "target.0.bias": (0.0, 0.98)}
+        found = diagnose_unmoved(silent, shares, steps=20, count=0, format_name="bf16")
+        assert found["sentence"].startswith(
+            "after 20 steps at most 2 % of the elements of `target.0.weight`, `target.0.bias` "
+            "moved, and under FP32 at least 98 %: "
+        )
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,21 @@ def test_what_was_not_measured_is_listed(written: Any, folder: Path) -> None:
     assert "no run looked at the formats of its ops, the range of its numbers" in listed
 
 
+def test_tensors_that_no_probe_could_look_at_are_listed_once_with_the_reason(folder: Path) -> None:
+    reasons = [f"weight `packed` of `cells.{k}`: quantized values are integers" for k in range(8)]
+    grid = [
+        dataclasses.replace(record, probes={"norms": {"not_applicable": reasons}})
+        for record in make_grid(["fp32", "bf16"])
+    ]
+    paths = write_report(_short(make_verdict()), grid, folder)
+    listed = _page(paths).split('<h2 id="not-tested">', 1)[1].split("</section>", 1)[0]
+    assert "Could not be looked at: weight <code>packed</code> of <code>cells.0</code>" in listed
+    assert "cells.5</code>: quantized values are integers; and 2 more." in listed
+    assert listed.count("cells.0<") == 1
+    text = paths.markdown.read_text(encoding="utf-8")
+    assert "- Could not be looked at: weight `packed` of `cells.0`: quantized" in text
+
+
 def test_records_without_probes_give_sentences_not_empty_figures(folder: Path) -> None:
     """A record of an earlier release, or of runs without probes."""
     paths = write_report(_short(make_verdict()), make_grid(["fp32", "bf16"]), folder)

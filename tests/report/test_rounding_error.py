@@ -45,6 +45,7 @@ def _evidence(findings: ModelFindings) -> Evidence:
         (31.8, 64.0, "is 31.8 times the sampling noise: like training with batch 2.0 instead"),
         (0.002, None, "bf16's rounding error is 0.2 % of the sampling noise."),
         (0.0, 64.0, "like training with batch 64, to six digits, instead of 64."),
+        (67156.0, 64.0, "like training with batch below 1 instead of 64."),
         (None, 64.0, "there is no noise to compare"),
         (math.nan, 64.0, "its gradients are not finite"),
         (math.inf, 64.0, "its gradients are not finite"),

@@ -44,6 +44,13 @@ def test_the_same_place_with_other_numbers_stands_once() -> None:
     assert found[0].sentence.startswith("Step 140")
 
 
+def test_so_does_the_same_op_outside_of_every_module() -> None:
+    loss = {**triage(), "module": None, "op": "log"}
+    other = {**loss, "step": 150, "sentence": "step 150: it reached 72,000"}
+    found = _causes(_record("fp16", 0, loss), _record("fp16", 1, other))
+    assert [c.runs for c in found] == ["fp16 (seeds 0, 1; numbers of seed 0)"]
+
+
 def test_odd_or_absent_triage_is_no_cause() -> None:
     assert _causes(make_record("fp16", 0), _record("fp16", 1, {"step": 3})) == ()
     odd = {"sentence": "it broke", "cause": "gremlins", "findings": [3, {"sentence": "it broke"}]}

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harness.precision.execution import SWITCHES, applied
+from harness.precision.policy import PrecisionPolicy
 from harness.runs import dropout
 from harness.runs.determinism import seed_torch
 from harness.runs.dropout import drop_threshold, paired_dropout
@@ -161,6 +162,18 @@ def test_every_caller_is_caught_under_every_policy(name: str) -> None:
     assert all(reference.dropout)
     for policy in (TF32, BF16, FP16):
         assert run(workload, policy, steps=4).fingerprints == reference
+
+
+@pytest.mark.parametrize("policy", [BF16, FP16], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("name", ["attention_weights", "attention_fused"])
+def test_attention_with_dropout_multiplies_in_the_compute_format(
+    name: str, policy: PrecisionPolicy
+) -> None:
+    """As on a GPU: torch's own way on a CPU widens 16-bit queries and keys to FP32."""
+    audit = run(TinyWorkload(model=MODELS[name]), policy, steps=2).probes["audit"]
+    products = {row["format"] for row in audit["rows"] if row["family"] == "matmul"}
+    assert products == {policy.name}
+    assert audit["low_precision_flop_share"] == 1.0
 
 
 def test_checkpointing_recomputes_with_the_same_masks() -> None:

@@ -14,7 +14,7 @@ from harness.report.figures.losses import loss_curves, loss_differences
 from harness.report.figures.rounding import rounding
 from harness.report.figures.stacked import device_time, memory
 from harness.report.figures.update_bars import update_bars
-from harness.report.style import PolicyStyle
+from harness.report.style import Styles
 
 _FIGURES = (
     loss_curves,
@@ -33,7 +33,7 @@ _FIGURES = (
 )
 
 
-def draw_all(evidence: Evidence, styles: dict[str, PolicyStyle]) -> dict[str, Drawing]:
+def draw_all(evidence: Evidence, styles: Styles) -> dict[str, Drawing]:
     """Return name -> drawing for every figure that the records hold data for."""
     with drawing_settings():
         drawings = [figure(evidence, styles) for figure in _FIGURES]

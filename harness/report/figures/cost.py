@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from harness.analysis.findings import Ratio, Verdict
 from harness.report.evidence import Evidence
 from harness.report.figures.canvas import INK, MUTED, Drawing, Size, draw, panels
-from harness.report.style import PolicyStyle
+from harness.report.style import PolicyStyle, Styles
 from harness.report.text import candidates, ratio_text
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _KINDS = {"step time": "step_time_ratio", "peak memory": "peak_memory_ratio"}
 
 
-def cost(evidence: Evidence, styles: dict[str, PolicyStyle]) -> Drawing | None:
+def cost(evidence: Evidence, styles: Styles) -> Drawing | None:
     """Draw step-time and peak-memory ratios; None when there is nothing measured to draw.
 
     Step times are drawn only where the choice rests on them.
@@ -56,7 +56,7 @@ def _render(
     rows: tuple[Verdict, ...],
     shown: list[str],
     reference: str,
-    styles: dict[str, PolicyStyle],
+    styles: Styles,
 ) -> Figure:
     columns = 1 if size.narrow else len(shown)
     figure, axes = panels(

@@ -18,8 +18,8 @@ from harness.report.exponent_ranges import (
     shares,
 )
 from harness.report.figures.canvas import INK, MUTED, REJECT, Drawing, Size, draw, panels
-from harness.report.figures.losses import Styles
 from harness.report.figures.module_bars import shortened
+from harness.report.style import Styles
 from harness.report.text import percent_text
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _hill(
     ax.spines["left"].set_visible(False)
     ax.set_title(KINDS[kind], fontsize=11)
     ax.set_xlabel("magnitude as a power of two", fontsize=10)
-    _format_bars(ax, top, limits)
+    _format_bars(ax, top)
 
 
 def _between(found: Floats | None, first: int, last: int) -> Floats | None:
@@ -145,7 +145,7 @@ def _lone_hill(ax: Axes, grid: NDArray[Any], lone: Floats, worst: str) -> None:
     )  # fmt: skip
 
 
-def _format_bars(ax: Axes, top: float, limits: tuple[float, float]) -> None:
+def _format_bars(ax: Axes, top: float) -> None:
     for row, name in enumerate(RANGE_FORMATS):
         spec = get_format(name)
         bottom, normal, end = (

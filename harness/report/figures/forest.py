@@ -17,7 +17,7 @@ from harness.report.figures.canvas import (
     draw,
     panels,
 )
-from harness.report.style import PolicyStyle
+from harness.report.style import PolicyStyle, Styles
 from harness.report.templating import typeset
 from harness.report.text import (
     ENDPOINTS,
@@ -40,7 +40,7 @@ _OUTCOME_COLOURS = {"accept": ACCEPT, "reject": REJECT, "inconclusive": MUTED, "
 _TITLES: dict[Endpoint, str] = {"train": "Training loss", "held_out": "Held-out loss"}
 
 
-def forest(evidence: Evidence, styles: dict[str, PolicyStyle]) -> Drawing | None:
+def forest(evidence: Evidence, styles: Styles) -> Drawing | None:
     """Draw mean and interval per policy and endpoint in units of the margin; None without rows."""
     rows = (*candidates(evidence.findings), *controls(evidence.findings))
     shown = [e for e in ENDPOINTS if any(e in v.estimates for v in rows)]
@@ -79,7 +79,7 @@ def _render(
     rows: tuple[Verdict, ...],
     shown: list[Endpoint],
     reference: str,
-    styles: dict[str, PolicyStyle],
+    styles: Styles,
 ) -> Figure:
     columns = 1 if size.narrow else len(shown)
     figure, axes = panels(

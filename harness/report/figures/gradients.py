@@ -24,7 +24,8 @@ from harness.report.figures.canvas import (
     panels,
     step_axis,
 )
-from harness.report.figures.losses import Styles, legend, plot_curve, scale_losses
+from harness.report.figures.curves import legend, plot_curve, scale_by_decades
+from harness.report.style import Styles
 from harness.report.text import percent_text, significant
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _render_norms(
     figure.set_gid("gradient-norm")
     for policy, curve in curves.items():
         plot_curve(ax, curve, styles[policy], gid=f"gradient-norm-{policy}")
-    scale_losses(ax, list(curves.values()))
+    scale_by_decades(ax, list(curves.values()))
     step_axis(ax, 0, evidence.num_steps)
     ax.set_ylabel("norm")
     legend(figure, size, list(curves), styles)

@@ -8,7 +8,8 @@ import numpy as np
 
 from harness.report.evidence import Curve, Evidence, series_curve
 from harness.report.figures.canvas import Drawing, Size, draw, legend_height, panels, step_axis
-from harness.report.figures.losses import Styles, legend, plot_curve
+from harness.report.figures.curves import legend, plot_curve
+from harness.report.style import Styles
 from harness.report.text import counted
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from harness.report.figures.canvas import (
     panels,
     step_axis,
 )
-from harness.report.figures.losses import Styles, legend
+from harness.report.figures.curves import legend
+from harness.report.style import Styles
 from harness.report.text import candidates
 
 if TYPE_CHECKING:

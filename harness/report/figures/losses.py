@@ -21,21 +21,17 @@ from harness.report.figures.canvas import (
     Size,
     draw,
     legend_height,
-    legend_on_top,
     panels,
     step_axis,
 )
-from harness.report.style import PolicyStyle
+from harness.report.figures.curves import legend, plot_curve, scale_by_decades
+from harness.report.style import PolicyStyle, Styles
 from harness.report.text import counted, in_margins, margins_text, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Styles = dict[str, PolicyStyle]
-_STOP_MARKERS = {"diverged": "x", "crashed": "X"}
-# A loss that falls by more than two decades hides its end on a linear axis.
-_LOG_DECADES = 2.0
 _MARGINS_SHOWN = 4.0
 _MARGINS_AT_MOST = 12.0
 
@@ -87,7 +83,7 @@ def _render_losses(
         ax.set_title("whole run" if index == 0 else "tail")
     step_axis(axes[0], 0, evidence.num_steps)
     axes[0].axvspan(tail, evidence.num_steps, color=MUTED, alpha=0.10, lw=0)
-    scale_losses(axes[0], list(curves.values()))
+    scale_by_decades(axes[0], list(curves.values()))
     _zoom_to_tail(axes[1], evidence, curves)
     legend(figure, size, list(curves), styles)
     return figure
@@ -240,45 +236,3 @@ def _corner_note(ax: Axes, text: str, *, top: bool) -> None:
         0.97, 0.9 if top else 0.1, text, transform=ax.transAxes, ha="right",
         va="top" if top else "bottom", fontsize=9.5, color=INK,
     )  # fmt: skip
-
-
-def plot_curve(ax: Axes, curve: Curve, style: PolicyStyle, *, gid: str) -> None:
-    """Draw band, line and stop marks of one policy.
-
-    Where some seeds have stopped there is no mean; thin lines then bound the seeds that go on.
-    """
-    if curve.num_runs > 1:
-        ax.fill_between(curve.steps, curve.low, curve.high, color=style.colour, alpha=0.09, lw=0)
-        partial = np.isnan(curve.middle) & np.isfinite(curve.low)
-        if partial.any():
-            for edge in (curve.low, curve.high):
-                ax.plot(
-                    curve.steps, np.where(partial, edge, np.nan), color=style.colour, lw=0.7, ls=":"
-                )
-    ax.plot(curve.steps, curve.middle, color=style.colour, ls=style.line, lw=style.width, gid=gid)
-    for stop in curve.stops:
-        if np.isfinite(stop.value):
-            ax.plot(
-                [stop.step], [stop.value], marker=_STOP_MARKERS[stop.status], ms=9, mew=2,
-                color=style.colour, ls="", zorder=5, gid=f"{gid}-stop",
-            )  # fmt: skip
-
-
-def scale_losses(ax: Axes, curves: list[Curve]) -> None:
-    """Use a logarithmic axis when positive values span more than two decades."""
-    values = np.concatenate([c.middle[np.isfinite(c.middle)] for c in curves])
-    if len(values) and values.min() > 0:
-        if np.log10(values.max() / values.min()) > _LOG_DECADES:
-            ax.set_yscale("log")
-            ax.minorticks_off()
-
-
-def legend(figure: Figure, size: Size, policies: list[str], styles: Styles) -> None:
-    """Put line samples with the policies' names on top of the figure."""
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], color=styles[p].colour, ls=styles[p].line, lw=styles[p].width)
-        for p in policies
-    ]
-    legend_on_top(figure, size, handles, [p.replace("$", r"\$") for p in policies])

@@ -11,9 +11,9 @@ from harness.analysis.probe_findings import ModuleFinding
 from harness.numerics.formats import FORMATS
 from harness.report.evidence import Evidence
 from harness.report.figures.canvas import Drawing, Size, draw
-from harness.report.figures.losses import Styles
 from harness.report.figures.module_bars import BarColumn, how_many, module_bars
 from harness.report.rounding_error import callout, rounding_name
+from harness.report.style import Styles
 from harness.report.text import candidates, percent_text, significant
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from harness.report.figures.canvas import (
     legend_on_top,
     panels,
 )
-from harness.report.figures.losses import Styles
 from harness.report.resources import memory_parts, time_parts
-from harness.report.style import candidate_styles
+from harness.report.style import Styles, candidate_styles
 from harness.report.text import bytes_text, percent_text
 
 if TYPE_CHECKING:

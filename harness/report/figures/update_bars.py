@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from harness.report.evidence import Evidence
 from harness.report.figures.canvas import Drawing, Size, draw
-from harness.report.figures.losses import Styles
 from harness.report.figures.module_bars import BarColumn, how_many, module_bars
+from harness.report.style import Styles
 from harness.report.text import percent_text
 from harness.report.update_losses import PolicyUpdates, lost_updates
 

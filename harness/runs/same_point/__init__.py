@@ -1,0 +1,1 @@
+"""The same-point probe: what a candidate does at weights and batches of the FP32 run."""
