@@ -134,7 +134,8 @@ def judge(
         *((hit.reason for hit in hits) if is_control else deciding),
         *explanation.warnings,
         *candidate_warnings(comparison, rule),
-        *(() if is_control else explanation.caveats),
+        # What a gate has decided does not rest on the loss, so no probe is missed there.
+        *(() if is_control or (hits and explanation.probe is None) else explanation.caveats),
         *(() if is_control else candidate_caveats(comparison, num_failures=failures)),
         *extra_caveats,
     )

@@ -127,7 +127,7 @@ def _first_bins(sizes: tuple[int, ...]) -> Tensor:
 
 
 def _fp32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype is torch.float32 else tensor.float()
+    return tensor.resolve_neg() if tensor.dtype is torch.float32 else tensor.float()
 
 
 def _of_one(flat: Tensor) -> Tensor:

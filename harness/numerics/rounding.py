@@ -93,7 +93,7 @@ def round_mantissa(values: Tensor, mantissa_bits: int) -> Tensor:
         mantissa_bits: Bits to keep, 1 to 22; the exponent keeps FP32's range.
     """
     drop = _FP32_MANTISSA_BITS - mantissa_bits
-    bits = values.view(torch.int32)
+    bits = values.resolve_neg().view(torch.int32)
     last_kept = torch.bitwise_and(torch.bitwise_right_shift(bits, drop), 1)
     rounded = last_kept.add_((1 << (drop - 1)) - 1).add_(bits).bitwise_and_(-(1 << drop))
     # A NaN with a full mantissa would carry into the sign bit.
@@ -140,7 +140,7 @@ def _round_bits(
 ) -> Tensor:
     """Round to a format with FP32's exponent: low bits of the pattern go, among subnormals too."""
     drop = _FP32_MANTISSA_BITS - fmt.mantissa_bits
-    bits = values.view(torch.int32)
+    bits = values.resolve_neg().view(torch.int32)
     if rounding == "stochastic":
         # Carries with the probability (dropped bits) / 2^drop.
         noise = torch.randint(
@@ -158,7 +158,7 @@ def _round_multiples(
 
     The spacing is a power of two, so dividing by it is exact, and so is the product afterwards.
     """
-    bits = values.view(torch.int32)
+    bits = values.resolve_neg().view(torch.int32)
     code = bits.bitwise_right_shift(_FP32_MANTISSA_BITS).bitwise_and_(_EXPONENT_CODE)
     # Below the normal range the spacing stays. NaN's code has no inverse power in FP32.
     lowest = 2 - 2 ** (fmt.exponent_bits - 1) + _FP32_BIAS

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.precision.audit_result import StepAudit
-from harness.precision.composites import resolved
+from harness.precision.composites import resolved, run_below
 from harness.precision.flops import flops_of
 from harness.precision.magnitude import Magnitudes, floating_tensors
 from harness.precision.module_calls import ModuleCalls, in_backward
@@ -76,7 +76,7 @@ class FormatCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parts = resolved(self, func, args, kwargs or {})
         if parts is not NotImplemented:
             return parts
-        result = func(*args, **(kwargs or {}))
+        result = run_below(func, args, kwargs or {})
         audited = self._audited
         if audited.in_forward() and not audited.beside_the_model() and computes(func):
             self.count(func, args, result)
@@ -118,13 +118,13 @@ class StepCounter(FormatCounter):  # type: ignore[no-untyped-call]
             return parts
         in_step = self._audited.in_forward() or in_backward()
         if func.is_view or not in_step or self._audited.beside_the_model():
-            return func(*args, **kwargs)
+            return run_below(func, args, kwargs)
         if func._schema.name in CASTS:
             return self._cast(func, args, kwargs)
         if not computes(func):
-            return func(*args, **kwargs)
+            return run_below(func, args, kwargs)
         before = self._inputs(args, kwargs)
-        result = func(*args, **kwargs)
+        result = run_below(func, args, kwargs)
         module, direction = self._calls.current()
         count = self.count if self._audited.in_forward() else self.format
         fmt = count(func, args, result)
@@ -139,7 +139,7 @@ class StepCounter(FormatCounter):  # type: ignore[no-untyped-call]
         source: Tensor = args[1] if func._schema.name == CASTS[1] else args[0]
         old = FORMAT_NAMES.get(source.dtype)
         before = self._inputs((source,), {})
-        result = func(*args, **kwargs)
+        result = run_below(func, args, kwargs)
         new = FORMAT_NAMES.get(result.dtype)
         if old and new and old != new:
             module, direction = self._calls.current()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.precision.emulation.products import ROUNDING_KEY
+from harness.precision.emulation.products import PRODUCTS, ROUNDING_KEY
 
 
 def resolved(
@@ -46,3 +46,24 @@ def resolved(
             return func._op_dk(composite, *args, **kwargs)
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+def run_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op for a mode's handler as it would run unwatched.
+
+    Some ops call products in their own kernels (`bilinear`, `cdist`, `pinv`). Emulation rounds
+    those where no mode is active, but what a handler calls runs without the kernels above modes.
+    """
+    key = getattr(torch._C.DispatchKey, ROUNDING_KEY)
+    # A product itself has been rounded when a mode sees it.
+    if (
+        not torch._C._dispatch_tls_is_dispatch_key_included(key)
+        or not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+        or func._schema.name.removeprefix("aten::") in PRODUCTS
+    ):
+        return func(*args, **kwargs)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.precision.composites import resolved
+from harness.precision.composites import resolved, run_below
 from harness.precision.module_calls import ModuleCalls
 from harness.precision.module_names import ROOT
 from harness.probes.tensors import unseen
@@ -74,7 +74,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 largest = largest_logit(**_attention_arguments({**named, **kwargs}))
             if largest is not None:
                 self._found(largest)
-        return func(*args, **kwargs)
+        return run_below(func, args, kwargs)
 
 
 def _attention_arguments(given: dict[str, Any]) -> dict[str, Any]:

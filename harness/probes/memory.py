@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.precision.composites import resolved
+from harness.precision.composites import resolved, run_below
 from harness.probes.base import Metric, NamedTensor, StepProbe
 
 # What torch.amp.GradScaler keeps on the device: an FP32 scale and an int32 count of clean steps.
@@ -183,7 +183,7 @@ class _ForwardBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parts = resolved(self, func, args, kwargs or {})
         if parts is not NotImplemented:
             return parts
-        result = func(*args, **(kwargs or {}))
+        result = run_below(func, args, kwargs or {})
         given = {key for tensor in tensors_of((args, kwargs)) for key, _ in _storages(tensor)}
         for tensor in tensors_of(result):
             for key, storage in _storages(tensor):

@@ -199,7 +199,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     """Return the elements in logical order as a flat uint8 tensor."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 class PlaceWeights:

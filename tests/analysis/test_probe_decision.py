@@ -94,6 +94,13 @@ def test_a_probe_that_failed_to_measure_says_why(analysis: Any) -> None:
     assert "(The workload has no batches left)" in caveat.message
 
 
+def test_a_verdict_that_a_gate_decides_misses_no_probe(analysis: Any) -> None:
+    records = [diverged(r, at_step=60) if r.policy == "bf16" else r for r in grid("bf16")]
+    verdict = analysis.verdict(records)
+    assert verdict.main_reason.code == "NONFINITE"
+    assert "PROBE_MISSING" not in analysis.codes(verdict)
+
+
 def test_a_weak_signal_is_said(analysis: Any) -> None:
     weak = make_same_point(signal=0.01, beta=0.0)
     verdict = analysis.verdict(grid("bf16"), same_point=weak)

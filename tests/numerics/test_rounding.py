@@ -115,3 +115,14 @@ def test_fp32_is_the_identity_and_other_dtypes_are_refused():
     assert round_to_format(values, FP32) is values
     with pytest.raises(ValueError, match="takes float32"):
         round_to_format(values.double(), BF16)
+
+
+@pytest.mark.parametrize("name", ["tf32", "bf16", "e8m3", "e5m3"])
+@pytest.mark.parametrize("mode", ["nearest", "toward_zero"])
+def test_a_sign_that_is_a_bit_of_the_tensor_is_seen(name, mode):
+    values = torch.linspace(-3.0, 3.0, 101)
+    negated = torch._neg_view(values)
+    assert negated.is_neg()
+    fmt = get_format(name)
+    expected = round_to_format(-values, fmt, rounding=mode)
+    assert torch.equal(round_to_format(negated, fmt, rounding=mode), expected)

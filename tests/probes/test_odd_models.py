@@ -13,6 +13,7 @@ from tiny_workloads import (
     CLASSES,
     FEATURES,
     FP32,
+    TF32,
     TinyWorkload,
     class_batches,
     cross_entropy,
@@ -150,11 +151,24 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+class Products(Layers):
+    """Calls ops that multiply matrices in kernels of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Bilinear(FEATURES, FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        far = torch.cdist(x, self.first.weight, compute_mode="use_mm_for_euclid_dist")
+        return super().forward(self.pairs(x, x)) + far.mean(1, keepdim=True)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "returns its weight": UsesWeight,
     "negative bit": lambda: nn.Sequential(Imaginary(), nn.Linear(FEATURES, CLASSES)),
     "buffers of every kind": Keeps,
     "jagged tensors": Jagged,
+    "products within ops": Products,
     "TorchScript part": scripted_part,
     "TorchScript": lambda: torch.jit.script(Layers()),
 }
@@ -190,7 +204,7 @@ def trained(workload: TinyWorkload, **values: Any) -> tuple[RunRecord, nn.Module
     return record, kept[0]
 
 
-@pytest.mark.parametrize("policy", [FP32, BF16], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [FP32, BF16, TF32], ids=lambda p: p.name)
 @pytest.mark.parametrize("case", CASES)
 def test_probes_neither_end_nor_change_the_run(case: str, policy: Any) -> None:
     record, model = trained(CASES[case], policy=policy, probes=EVERY_STEP)

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.numerics.formats import Format
 from harness.precision.audit import CASTS, FORMAT_NAMES, computes, op_name
-from harness.precision.composites import resolved
+from harness.precision.composites import resolved, run_below
 from harness.precision.execution import Execution
 from harness.precision.magnitude import floating_tensors, magnitude
 from harness.precision.module_calls import ModuleCalls, hookable_modules
@@ -66,18 +66,18 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the op and look at what it returned."""
         kwargs = kwargs or {}
         if self._execution.beside_the_model():
-            return func(*args, **kwargs)
+            return run_below(func, args, kwargs)
         parts = resolved(self, func, args, kwargs)
         if parts is not NotImplemented:
             return parts
         if not computes(func) and func._schema.name not in CASTS:
-            return func(*args, **kwargs)
+            return run_below(func, args, kwargs)
         before = (args, kwargs)
         read = (args[1:], kwargs) if func._schema.name == CASTS[1] else before
         if func._schema.is_mutable:
             before = _cloned(before)
         sizes_before = [float(magnitude(t)) for t in floating_tensors(read)]
-        result = func(*args, **kwargs)
+        result = run_below(func, args, kwargs)
         outputs = [t for t in floating_tensors((result,)) if t.numel()]
         if outputs:
             self._look(func, before, outputs, sizes_before)
