@@ -159,8 +159,9 @@ def make_plan(grid: grids.Grid, *, sweep: str, command: str, workers: int) -> It
         steps[workload.name] = num_steps(members[0], workload)
         data[workload.name] = workload.data_sha256
         skipped += [f"{workload.name}: {line}" for line in check.skipped.values()]
-        caveats[workload.name] = [asdict(note) for note in report.notes]
-        notes += [(workload.name, note) for note in report.notes]
+        remarks = (*report.notes, *check.notes)
+        caveats[workload.name] = [asdict(note) for note in remarks]
+        notes += [(workload.name, note) for note in remarks]
         planned += [
             PlannedRun(
                 run_key=run_key(run, workload, device),

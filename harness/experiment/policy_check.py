@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from harness.precision.audit import audited_step
 from harness.precision.execution import applied
 from harness.precision.policy import PrecisionPolicy
+from harness.runs.notes import Note
 from harness.runs.workload_code import code_of
 from harness.workloads.base import Workload
 from harness.workloads.batches import to_device
@@ -30,10 +31,12 @@ class PolicyCheck:
     Attributes:
         audits: Policy name -> formats its forward ops ran in; absent where the forward pass raised.
         skipped: Policy name -> why it is left out of the sweep.
+        notes: Entries of policies that change nothing on this model.
     """
 
     audits: dict[str, Audit] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
 
 
 def check_policies(
@@ -89,6 +92,15 @@ def check_policies(
                 f"{policy.name} skipped: on this model it keeps nothing in FP32 that "
                 f"{policy.compute_format} does not keep there already"
             )
+        result.notes.extend(
+            Note(
+                code="ENTRY_WITHOUT_EFFECT",
+                message=f"policy {policy.name!r}: {entry} changes nothing on this model: nothing "
+                "that it names is called, or it runs in that format already",
+            )
+            for entry, without in _without_one_entry(policy)
+            if (audit, own) == trace(without)
+        )
     return result
 
 
@@ -103,6 +115,16 @@ def _known_cause(audit: Audit) -> str:
 
 def _without_selectors(policy: PrecisionPolicy) -> PrecisionPolicy:
     return dataclasses.replace(policy, fp32_selectors=())
+
+
+def _without_one_entry(policy: PrecisionPolicy) -> Iterator[tuple[str, PrecisionPolicy]]:
+    """Yield each entry that names ops or modules, and the policy without it."""
+    for key in ("fp32_ops", "fp32_modules", "low_precision_ops"):
+        entries = getattr(policy, key)
+        for entry in entries:
+            if entry != "all":
+                rest: dict[str, Any] = {key: tuple(e for e in entries if e != entry)}
+                yield f"{key}=[{entry}]", dataclasses.replace(policy, **rest)
 
 
 def _trace(

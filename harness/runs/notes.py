@@ -62,4 +62,9 @@ NOTE_CODES: Mapping[str, str] = {
         "The held-out figure was NaN or infinite in FP32 after three steps; if it stays so, the "
         "reference cannot be compared with."
     ),
+    "ENTRY_WITHOUT_EFFECT": (
+        "An entry of a policy's fp32_ops, fp32_modules or low_precision_ops changed nothing in a "
+        "traced step: the model calls nothing that it names, or that ran in this format anyway. "
+        "The policy's verdict says nothing about the entry."
+    ),
 }

@@ -101,3 +101,17 @@ def test_a_policy_of_the_backward_pass_alone_changes_something(tmp_path):
     neither = PrecisionPolicy(name="neither", compute_format="tf32", fp32_modules=("re:.+",))
     with pytest.raises(ValueError, match="'neither' changes nothing"):
         check(tmp_path, PLAIN, [FP32, neither])
+
+
+def test_entries_that_change_nothing_are_told_by_name(tmp_path):
+    # The layer norm hands FP32 to tanh already, and nothing here calls a Cholesky factorization.
+    policy = PrecisionPolicy(
+        name="mine",
+        compute_format="bf16",
+        fp32_ops=("tanh", "linalg_cholesky"),
+        fp32_modules=("backward:0",),
+    )
+    result = check(tmp_path, FILE, [FP32, policy])
+    assert {note.code for note in result.notes} == {"ENTRY_WITHOUT_EFFECT"}
+    entries = [note.message.split(": ")[1].split(" ")[0] for note in result.notes]
+    assert entries == ["fp32_ops=[tanh]", "fp32_ops=[linalg_cholesky]"]
