@@ -6,12 +6,12 @@ Every sentence names a step, a module, a number and the limit it passed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from harness.numerics.formats import get_format
-from harness.precision.module_names import owner
 from harness.probes.triage import FLUSHED, OVERFLOWED, Cause, Evidence, OpEvent, Pass, Trouble
+from harness.probes.triage_entry import triage_entry
 from harness.probes.triage_places import listed, number, place, singular, upper
 
 # How much larger than anything before a batch must be to be called an outlier.
@@ -19,8 +19,6 @@ _OUTLIER = 30.0
 # How far weights or an FP32 loss must have grown to be called blown up.
 _BLOWN_UP = 30.0
 _DEAD, _ALIVE = 0.999, 0.9
-# Weights that move under FP32 and this share of them at most under a policy stand still.
-_STILL = 0.1
 _MAX_FINDINGS = 5
 
 
@@ -44,50 +42,6 @@ def diagnose(trouble: Trouble, seen: Evidence) -> dict[str, Any] | None:
     else:
         cause, sentence = "unknown", _unknown(seen)
     return _result(trouble, seen, event, cause, sentence)
-
-
-def not_replayed(trouble: Trouble, reason: str, *, step: int | None = None) -> dict[str, Any]:
-    """Return the entry of a trouble whose origin could not be looked for."""
-    return _entry(trouble, step if step is not None else trouble.step, "unknown", reason, [])
-
-
-def diagnose_unmoved(
-    trouble: Trouble,
-    shares: Mapping[str, tuple[float, float]],
-    *,
-    steps: int,
-    count: int,
-    format_name: str,
-) -> dict[str, Any] | None:
-    """Return the entry for weights that move under FP32 and not under the policy; None without.
-
-    Args:
-        trouble: With the trigger `unmoved_weights`.
-        shares: Parameter -> share of its elements that changed within `steps` steps, under the
-            policy and of FP32.
-        steps: Steps that both were given.
-        count: Parameters that never changed in the whole run.
-        format_name: Format the policy stores weights in.
-    """
-    still = {name: both for name, both in shares.items() if both[0] < _STILL * both[1]}
-    if not still:
-        return None
-    modules = list(dict.fromkeys(owner(name) for name in still))
-    lost = (
-        "their gradients are lost on the way"
-        if format_name == "fp32"
-        else f"their updates are lost in {upper(format_name)} weights"
-    )
-    many = f"{count} parameter{'s' * (count > 1)} never moved in the whole run; " if count else ""
-    most = max(share for share, _ in still.values())
-    ours = f"at most {100 * most:.2g} % of the elements" if most else "no element"
-    least = 100 * min(share for _, share in still.values())
-    sentence = (
-        f"{many}after {steps} steps {ours} of {listed(list(still))} moved, and under FP32 "
-        f"{'at least ' if least < 100 else ''}{least:.3g} %: {lost}"
-    )
-    entry = _entry(trouble, trouble.step, "silent", sentence, [])
-    return entry | {"module": modules[0], "format": format_name, "kind": "weights of"}
 
 
 def _event(trouble: Trouble, seen: Evidence) -> OpEvent | None:
@@ -282,7 +236,7 @@ def _result(
         findings.append(f"{place(seen.low.first_nan)} is the first to hold NaN")
     if not seen.reproduced:
         findings.append("the replay did not give the losses of the run again")
-    entry = _entry(trouble, seen.step, cause, sentence, findings)
+    entry = triage_entry(trouble, seen.step, cause, sentence, findings)
     if event is not None:
         kind = "output of" if event.direction == "forward" else "gradient of"
         entry |= {
@@ -296,20 +250,6 @@ def _result(
             "fp32_max": event.fp32_max,
         }
     return entry
-
-
-def _entry(
-    trouble: Trouble, step: int | None, cause: Cause, sentence: str, findings: Iterable[str]
-) -> dict[str, Any]:
-    empty = ("module", "op", "direction", "kind", "format", "value", "limit", "fp32_max")
-    return {
-        "trigger": trouble.trigger,
-        "step": step,
-        "cause": cause,
-        **dict.fromkeys(empty),
-        "sentence": sentence,
-        "findings": [{"sentence": text} for text in findings if text],
-    }
 
 
 def _one_per_module(events: Iterable[OpEvent], first: OpEvent | None) -> list[OpEvent]:

@@ -20,7 +20,8 @@ from harness.probes.triage import (
     Trouble,
     find_trouble,
 )
-from harness.probes.triage_diagnosis import diagnose, diagnose_unmoved
+from harness.probes.triage_diagnosis import diagnose
+from harness.probes.triage_entry import diagnose_unmoved
 from harness.probes.triage_places import number, place
 
 NAN, INF = math.nan, math.inf
@@ -289,7 +290,8 @@ class TestDiagnose:
         assert (found["cause"], found["module"]) == ("silent", "target")
         assert found["sentence"] == (
             "1 parameter never moved in the whole run; after 20 steps no element of "
-            "`target.weight` moved, and under FP32 100 %: their updates are lost in BF16 weights"
+            "`target.weight` moved, while all of them moved under FP32: their updates are lost in "
+            "BF16 weights"
         )
         found = told({"a.b": (0.0, 0.3)}, 2, "fp32")
         assert found["sentence"].startswith("2 parameters never moved")
@@ -305,7 +307,7 @@ class TestDiagnose:
         found = diagnose_unmoved(silent, shares, steps=20, count=0, format_name="bf16")
         assert found["sentence"].startswith(
             "after 20 steps at most 2 % of the elements of `target.0.weight`, `target.0.bias` "
-            "moved, and under FP32 at least 98 %: "
+            "moved, while at least 98 % of them moved under FP32: "
         )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from harness.precision.module_names import owner
 from harness.precision.policy import PrecisionPolicy
 from harness.probes.triage import Trouble, find_trouble
-from harness.probes.triage_diagnosis import diagnose, diagnose_unmoved, not_replayed
+from harness.probes.triage_diagnosis import diagnose
+from harness.probes.triage_entry import diagnose_unmoved, not_replayed
 from harness.runs.record import RunRecord
 from harness.runs.settings import Progress, RunSettings
 from harness.runs.triage.replay import ReplayedRun, replay
