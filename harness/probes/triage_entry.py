@@ -60,7 +60,7 @@ def diagnose_unmoved(
         if format_name == "fp32"
         else f"their updates are lost in {upper(format_name)} weights"
     )
-    many = f"{count} parameter{'s' * (count > 1)} never moved in the whole run; " if count else ""
+    many = f"{count} parameter{'s' * (count > 1)} never moved; " if count else ""
     most = max(share for share, _ in still.values())
     ours = f"at most {100 * most:.2g} % of the elements" if most else "no element"
     least = 100 * min(share for _, share in still.values())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from harness.precision.op_families import family_of, is_product
 from harness.probes.triage import ROUNDING, OpEvent
 
-_MAX_NAMES = 4
+_MAX_NAMES = 3
 CASTS = ("_to_copy", "copy_")
 
 

@@ -289,7 +289,7 @@ class TestDiagnose:
         found = told({"head.bias": (1.0, 1.0), "target.weight": (0.0, 1.0)})
         assert (found["cause"], found["module"]) == ("silent", "target")
         assert found["sentence"] == (
-            "1 parameter never moved in the whole run; after 20 steps no element of "
+            "1 parameter never moved; after 20 steps no element of "
             "`target.weight` moved, while all of them moved under FP32: their updates are lost in "
             "BF16 weights"
         )
