@@ -27,11 +27,11 @@ def loss_scale_window(
 
     A dynamic scale is outside where it would overflow; without one, or with a fixed one, also where
     it is too small. The steps of the loss scaler's calibration (`skips_warmup`) are left out of the
-    share. None for a format that was not looked at, and for BF16 and wider ones, whose range is
-    FP32's.
+    share. None for a format that was not looked at, for BF16 and wider ones, whose range is
+    FP32's, and for operands that are scaled tensor by tensor: no loss scale matters to them.
     """
-    fmt = policy.compute_format
-    if fmt in ("fp32", "tf32", "bf16"):
+    fmt = _format_of_gradients(policy)
+    if policy.operand_scaling == "per_tensor" or fmt in ("fp32", "tf32", "bf16"):
         return None, None
     steps = [step for record in runs.theirs for step in _steps(record, fmt)]
     lows = [low for _, low, _ in steps if low is not None]
@@ -44,6 +44,10 @@ def loss_scale_window(
         fmt=fmt, low=low, high=high, used=used, sentence=_sentence(fmt, low, high, used)
     )
     return window, _share_outside(runs, policy, rule)
+
+
+def _format_of_gradients(policy: PrecisionPolicy) -> str:
+    return policy.gradient_format or policy.compute_format
 
 
 def _steps(record: RunRecord, fmt: str) -> list[_Step]:
@@ -72,7 +76,7 @@ def _share_outside(runs: Sides, policy: PrecisionPolicy, rule: DecisionRule) -> 
     outside = []
     for ours, theirs in zip(runs.ours, runs.theirs, strict=True):
         scales = ours.series.get("loss_scale", ())
-        for step, low, high in _steps(theirs, policy.compute_format):
+        for step, low, high in _steps(theirs, _format_of_gradients(policy)):
             if step < rule.skips_warmup * ours.num_steps or step >= len(scales):
                 continue
             scale = math.log2(scales[step]) if scales[step] > 0 else -math.inf

@@ -36,7 +36,7 @@ def module_warnings(
         _zero_outputs(modules, rule),
         _dead_gradients(modules, rule),
         _integers_rounded(modules, policy),
-        _module_error(modules, rule),
+        _module_error(modules, policy, rule),
         _update_ratio(modules, rule),
     )
     return tuple(reason for reason in found if reason is not None)
@@ -147,8 +147,10 @@ def _integers_rounded(modules: Sequence[ModuleFinding], policy: PrecisionPolicy)
     return warning("INTEGERS_ROUNDED", message, named.integer_input_max, exact)
 
 
-def _module_error(modules: Sequence[ModuleFinding], rule: DecisionRule) -> Reason | None:
-    outliers = error_outliers(modules, rule)
+def _module_error(
+    modules: Sequence[ModuleFinding], policy: PrecisionPolicy, rule: DecisionRule
+) -> Reason | None:
+    outliers = error_outliers(modules, policy, rule)
     if not outliers:
         return None
     worst = outliers[0]

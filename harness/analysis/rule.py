@@ -45,6 +45,7 @@ _SPECIAL_RANGES: dict[str, _Range] = {
     "scale_outside_share": _SHARE,
     "update_ratio_factor": _ABOVE_ONE,
     "module_error_factor": _ABOVE_ONE,
+    "module_error_roundoffs": _ABOVE_ONE,
     "attention_logit_factor": _ABOVE_ONE,
     "concentration": _ABOVE_ONE,
 }
@@ -124,6 +125,7 @@ class DecisionRule:
     module_zero_share: float = 0.99
     update_ratio_factor: float = 10.0
     module_error: float = 0.05
+    module_error_roundoffs: float = 6.0
     module_error_factor: float = 10.0
     attention_logit_factor: float = 2.0
     scale_outside_share: float = 0.5

@@ -84,10 +84,12 @@ def largest_exact_integer(fmt: str) -> float:
     return float(2.0 ** (get_format(fmt).mantissa_bits + 1))
 
 
-def error_outliers(modules: Sequence[ModuleFinding], rule: DecisionRule) -> list[ModuleFinding]:
+def error_outliers(
+    modules: Sequence[ModuleFinding], policy: PrecisionPolicy, rule: DecisionRule
+) -> list[ModuleFinding]:
     """Return the modules whose own error is far above the others', innermost ones, worst first."""
     innermost = _innermost(modules)
-    found = [m for m in modules if _local_error(m, innermost, rule)[0] >= 1]
+    found = [m for m in modules if _local_error(m, innermost, policy, rule)[0] >= 1]
     inner = [m for m in found if not any(contains(m.module, other.module) for other in found)]
     return sorted(inner, key=lambda m: -(m.local_forward_error or 0.0))
 
@@ -106,7 +108,7 @@ def _start(
         _nonfinite(module, policy),
         _zero_outputs(module, rule),
         _integers(module, policy),
-        _local_error(module, innermost, rule),
+        _local_error(module, innermost, policy, rule),
     ]
     return max(found, key=lambda evidence: evidence[0])
 
@@ -160,7 +162,10 @@ def _integers(module: ModuleFinding, policy: PrecisionPolicy) -> _Evidence:
 
 
 def _local_error(
-    module: ModuleFinding, innermost: Sequence[ModuleFinding], rule: DecisionRule
+    module: ModuleFinding,
+    innermost: Sequence[ModuleFinding],
+    policy: PrecisionPolicy,
+    rule: DecisionRule,
 ) -> _Evidence:
     error = module.local_forward_error
     if error is None:
@@ -168,7 +173,12 @@ def _local_error(
     if not math.isfinite(error):
         return MAX_SUSPICION, "given FP32's own input, its output is not finite"
     typical = _typical_error(m for m in innermost if m is not module)
-    limit = max(rule.module_error, rule.module_error_factor * typical)
+    roundoff = get_format(policy.compute_format).unit_roundoff
+    limit = max(
+        rule.module_error,
+        rule.module_error_roundoffs * roundoff,
+        rule.module_error_factor * typical,
+    )
     text = f"given FP32's own input, its output is off by {percent(error)}"
     if typical > 0 and error >= limit:
         text += f", {number(error / typical)} times the other modules'"

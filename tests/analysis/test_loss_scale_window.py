@@ -75,6 +75,21 @@ def test_formats_with_the_range_of_fp32_have_no_window() -> None:
     assert loss_scale_window(runs, POLICIES["bf16"], RULE) == (None, None)
 
 
+def test_operands_scaled_one_by_one_need_no_loss_scale() -> None:
+    plain = PrecisionPolicy(name="fp8", compute_format="fp8_e4m3", gradient_format="fp8_e5m2")
+    scaled = dataclasses.replace(plain, operand_scaling="per_tensor")
+    reference = with_window(make_record("fp32"), [3] * 4, [12] * 4, fmt="fp8_e5m2")
+    found = {
+        policy.operand_scaling: loss_scale_window(
+            Sides(ours=(make_record(policy),), theirs=(reference,)), policy, RULE
+        )
+        for policy in (plain, scaled)
+    }
+    window, _ = found["none"]
+    assert (window.fmt, window.low, window.high) == ("fp8_e5m2", 3, 12)  # of the gradients
+    assert found["per_tensor"] == (None, None)
+
+
 def test_a_scale_outside_is_a_warning_and_the_remedy_names_the_safe_ones(analysis: Any) -> None:
     records = make_grid({"fp32": {}, "fp16_unscaled": {"offset": 0.5}})
     records = [

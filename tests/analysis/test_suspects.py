@@ -41,7 +41,7 @@ def test_a_container_is_not_blamed_for_what_is_inside_it() -> None:
         module("head", local_forward_error=1e-3),
     ]
     assert guilty(ranked(*modules), RULE).module == "net.bad"
-    assert [m.module for m in error_outliers(modules, RULE)] == ["net.bad"]
+    assert [m.module for m in error_outliers(modules, BF16, RULE)] == ["net.bad"]
 
 
 def test_a_containers_own_code_is_blamed_where_nothing_inside_it_is() -> None:
@@ -90,9 +90,14 @@ def test_of_several_that_overflow_the_first_is_named() -> None:
 
 
 def test_an_error_that_all_modules_share_is_the_format_and_no_module() -> None:
-    """FP8 rounds every output by several percent."""
+    """FP8 rounds every product's output by several percent, and the others' not at all."""
+    fp8 = [module(n, local_forward_error=0.06) for n in "ab"]
+    fp8 += [module(n, local_forward_error=0.0) for n in "vwxyz"]
+    policy = PrecisionPolicy(name="fp8", compute_format="fp8_e4m3")
+    assert error_outliers(fp8, policy, RULE) == []
+    assert [m.module for m in error_outliers(fp8, BF16, RULE)] == ["a", "b"]
     modules = [module(name, local_forward_error=0.06) for name in "abcd"]
-    assert error_outliers(modules, RULE) == []
+    assert error_outliers(modules, BF16, RULE) == []
     assert guilty(ranked(*modules), RULE) is None
 
 
