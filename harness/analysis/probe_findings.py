@@ -23,6 +23,8 @@ class ProbeFindings:
             updates anything.
         retention_step: Completed steps at that point.
         retention_kind: `trajectory`, or `final_rate`: with the planned final learning rate.
+        retentions: At each of `steps`, with the learning rate that the run had there; None where
+            nothing was updated.
         weak_signal: The mean gradient is not resolved from minibatch noise.
         failing: Codes of the thresholds that are exceeded, e.g. `PROBE_STAGNATION`.
         relative_error: sqrt(sum |e|^2 / sum |f|^2) over all parameters; reported, not tested.
@@ -47,6 +49,7 @@ class ProbeFindings:
     retention: float | None
     retention_step: int | None = None
     retention_kind: str | None = None
+    retentions: tuple[float | None, ...] = ()
     weak_signal: bool = False
     failing: tuple[str, ...] = ()
     relative_error: float | None = None

@@ -146,7 +146,9 @@ def _named(verdict: Verdict) -> list[Remedy]:
             and any(_covers(str(entry), module) for entry in content["fp32_modules"])
         )
 
-    text = f"keeping `{module}` in FP32 (policy.fp32_modules=[{module}])"
+    kept = ",".join(map(str, [*verdict.policy_content["fp32_modules"], module]))
+    setting = f"policy={verdict.policy} policy.fp32_modules=[{kept}]"
+    text = f"keeping `{module}` in FP32 ({setting})"
     return [Remedy(text=text, does_it=does_it)]
 
 

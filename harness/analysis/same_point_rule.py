@@ -7,6 +7,7 @@ undecided verdict. It never rejects alone and touches no gate.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def measure(record: SamePointRecord, rule: DecisionRule) -> ProbeFindings | str:
         retention=retention,
         retention_step=None if at is None else at.step,
         retention_kind=None if at is None else at.kind,
+        retentions=tuple(_retention([p])[0] for p in path),
         weak_signal=weak,
         tests_final_rate=any(p.kind == "final_rate" for p in record.points),
         unseen=record.unseen,
@@ -160,13 +162,17 @@ def _checks(probe: ProbeFindings, rule: DecisionRule) -> tuple[_Check, ...]:
         _Check("PROBE_ROUNDING_BIAS", beta, most, biased, _say_bias),
         _Check("PROBE_DESCENT_LOSS", eta, off, descends_otherwise, _say_descent),
         _Check("PROBE_ROUNDING_NOISE", nu, loud, noisy, _say_noise),
-        _Check("PROBE_STAGNATION", ret, limit, stalls, _say_stagnation),
+        _Check("PROBE_STAGNATION", ret, limit, stalls, functools.partial(_say_stagnation, limit)),
     )
 
 
 def _with_failures(probe: ProbeFindings, rule: DecisionRule) -> ProbeFindings:
     failing = tuple(check.code for check in _checks(probe, rule) if check.fails)
     return dataclasses.replace(probe, failing=failing)
+
+
+# Below this share nothing that matters is stored.
+_NEXT_TO_NOTHING = 0.005
 
 
 def _say(check: _Check, probe: ProbeFindings) -> str:
@@ -183,11 +189,22 @@ def _where(probe: ProbeFindings) -> str:
     return f"after {probe.retention_step} steps"
 
 
-def _say_stagnation(value: float, probe: ProbeFindings) -> str:
-    text = (
-        f"From equal weights, only {percent(max(0.0, value))} of FP32's update is stored "
-        f"{_where(probe)}"
+def _say_stagnation(limit: float, value: float, probe: ProbeFindings) -> str:
+    least = f"only {percent(value)}" if value >= _NEXT_TO_NOTHING else "next to nothing"
+    text = f"From equal weights, {least} of FP32's update is stored {_where(probe)}"
+    first = next(
+        (
+            (step, share)
+            for step, share in zip(probe.steps, probe.retentions, strict=False)
+            if share is not None and share < limit
+        ),
+        None,
     )
+    if first is not None and (first[0], "trajectory") != (
+        probe.retention_step,
+        probe.retention_kind,
+    ):
+        text += f" (already after {first[0]} steps {percent(max(0.0, first[1]))})"
     if probe.failing != ("PROBE_STAGNATION",):
         return f"{text}, the gradient being another one."
     return f"{text}: the weights stall, which the loss of a short run may not show."

@@ -27,6 +27,10 @@ _REASONS = {
     "LOSS_SCALE_COLLAPSE": "loss scale collapsed",
     "DIVERGED": "diverged",
     "GROSS_DEGRADATION": "far worse in every seed",
+    "PROBE_STAGNATION": "weight updates are lost",
+    "PROBE_ROUNDING_BIAS": "rounding biases gradients",
+    "PROBE_ROUNDING_NOISE": "rounding noise too large",
+    "PROBE_DESCENT_LOSS": "gradients descend unlike FP32",
 }
 # Cautions on the whole model; with its code each fits one line of 80 columns.
 _CAUTIONS = {

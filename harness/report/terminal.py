@@ -193,7 +193,7 @@ def _why(findings: ModelFindings) -> list[Text]:
             continue
         style = _STYLES[verdict.outcome]
         # Where no command settles it, what would instead.
-        advice = [r.message for r in verdict.reasons if r.code == verdict.extra_seeds_reason]
+        advice = [r.message for r in verdict.reasons[1:] if r.code == verdict.extra_seeds_reason]
         text = " ".join([reason.message, *advice])
         lines.append(Text.assemble((f"{verdict.policy}: ", style), text))
     return lines

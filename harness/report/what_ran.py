@@ -186,7 +186,7 @@ def _policy_audit(policy: str, audit: Mapping[str, Any], evidence: Evidence) -> 
     return PolicyAudit(
         policy=policy,
         low_precision_share=percent_text(low),
-        casts=f"{int(calls):,}, {int(elements):,} elements" if calls else "none",
+        casts=f"{int(calls):,} ({int(elements):,} elements)" if calls else "none",
         # Where nothing ran in low precision every product did, and a list would say nothing.
         products_in_fp32=_products_in_fp32(audit) if low else (),
         nonfinite=_nonfinite(audit, scaled=_is_scaled(policy, evidence)),

@@ -184,7 +184,7 @@ def test_rejections_point_to_what_their_evidence_names(analysis: Any) -> None:
     assert "loss scaling (fp16, accepted here)" in reason_for(analysis, dead, "fp16_unscaled")
     crash = [crashed(r) if r.policy == "bf16" else r for r in grid("bf16")]
     text = reason_for(analysis, crash, "bf16")
-    assert "keeping `op` in FP32 (policy.fp32_modules=[op])" in text
+    assert "keeping `op` in FP32 (policy=bf16 policy.fp32_modules=[op])" in text
 
 
 def test_a_remedy_that_the_grid_refuted_is_not_named(analysis: Any) -> None:

@@ -134,7 +134,7 @@ def test_distances_by_expansion(analysis: Any) -> None:
     assert verdict.guilty_module == "dist"
     assert verdict.modules[0].module == "dist"
     (text,) = [r for r in findings.choice.reasons if r.startswith("tf32 is rejected")]
-    assert "keeping `dist` in FP32 (policy.fp32_modules=[dist])" in text
+    assert "keeping `dist` in FP32 (policy=tf32 policy.fp32_modules=[dist])" in text
 
 
 def test_rounded_timesteps(analysis: Any) -> None:

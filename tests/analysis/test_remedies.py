@@ -40,7 +40,8 @@ def test_the_module_is_named_ready_to_use(analysis: Any) -> None:
     text = reason(
         analysis, make_grid({"fp32": {}, "bf16": HARM}), "bf16", bf16=culprit("bf16", beta=0.5)
     )
-    assert "It points to keeping `net.dist` in FP32 (policy.fp32_modules=[net.dist])." in text
+    setting = "policy=bf16 policy.fp32_modules=[net.dist]"
+    assert f"It points to keeping `net.dist` in FP32 ({setting})." in text
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,8 @@ def test_a_policy_of_the_grid_that_keeps_it_is_named(
     kept = [make_record(keeping(entry), seed, **BENIGN) for seed in SEEDS]
     records = [*make_grid({"fp32": {}, "bf16": HARM}), *kept]
     text = reason(analysis, records, "bf16", bf16=culprit("bf16"))
-    named = "keeping `net.dist` in FP32 (policy.fp32_modules=[net.dist]) (bf16_kept, accepted here)"
+    setting = "policy=bf16 policy.fp32_modules=[net.dist]"
+    named = f"keeping `net.dist` in FP32 ({setting}) (bf16_kept, accepted here)"
     assert (named in text) is covers
 
 

@@ -134,7 +134,24 @@ def test_the_least_retention_counts_and_the_final_rate_counts_for_it_alone() -> 
     assert "only 40 % of FP32's update is stored at the planned final learning rate" in (
         reason.message
     )
+    assert "already" not in reason.message
     assert (reason.value, reason.threshold) == (0.4, 0.9)
+
+
+def test_where_the_weights_first_stall_is_said_beside_the_worst_point() -> None:
+    points = [
+        make_point(step=12, retention=0.99),
+        make_point(step=40, retention=0.54),
+        make_point(step=116, retention=0.2),
+        make_point(step=116, kind="final_rate", retention=1e-4),
+    ]
+    probe = found(*points)
+    assert probe.retentions == (0.99, 0.54, 0.2)
+    (reason,) = probe_reasons(probe, RULE, kind="test")
+    assert (
+        "next to nothing of FP32's update is stored at the planned final learning rate (already "
+        "after 40 steps 54 %)" in reason.message
+    )
 
 
 def test_a_point_that_updates_nothing_has_no_retention() -> None:

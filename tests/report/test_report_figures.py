@@ -193,6 +193,54 @@ def test_a_difference_is_whole_in_its_panel_or_marked_as_clipped() -> None:
     assert "clipped: goes on to +2" in svg
 
 
+def test_no_text_leaves_its_figure(written: Any) -> None:
+    """Names and verdicts as long as they get, on a phone and on a desk."""
+    long = "fp16_all_ops_of_mine"
+    verdicts = [
+        dataclasses.replace(
+            verdict,
+            policy=long if verdict.policy == "bf16" else verdict.policy,
+            outcome="inconclusive",
+            execution="emulated",
+        )
+        for verdict in written.findings.verdicts
+        if not verdict.is_control
+    ]
+    records = [
+        dataclasses.replace(record, policy=long) if record.policy == "bf16" else record
+        for record in written.records
+    ]
+    findings = dataclasses.replace(written.findings, verdicts=tuple(verdicts))
+    for name, drawing in _draw(findings, records).items():
+        for size, svg in drawing.svg.items():
+            assert _outside(svg) == [], f"{name}, {size}"
+
+
+def _outside(svg: str) -> list[str]:
+    """Return the upright texts that begin before or end after their figure."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    root = ElementTree.fromstring(svg)
+    left, _, width, _ = map(float, root.attrib["viewBox"].split())
+    found = []
+    for element in root.iter("{http://www.w3.org/2000/svg}text"):
+        style, at = element.attrib.get("style", ""), element.attrib.get("x")
+        size = re.search(r"([\d.]+)px", style)
+        if at is None or size is None or "rotate(-90" in element.attrib.get("transform", ""):
+            continue
+        text = "".join(element.itertext())
+        weight = "bold" if "700" in style or "bold" in style else "normal"
+        font = FontProperties(size=float(size[1]), weight=weight)
+        length, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
+        before = 1.0 if "anchor: end" in style else 0.5 if "anchor: middle" in style else 0.0
+        start = float(at) - before * length
+        # 1 px: widths are those of the outlines, the reader's hinting rounds them.
+        if start < left - 1 or start + length > left + width + 1:
+            found.append(text)
+    return found
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 7, 300, 12345])
 def test_steps_on_an_axis_are_whole_numbers(num_steps: int) -> None:
     _, (ax,) = panels(WIDE, rows=1, columns=1, row_height=100)

@@ -20,6 +20,8 @@ _PATH = Path(
     "/somewhere/rather/long/reports/precision-1a2b3c4d/char_gpt/deep/down/in/folders/report.html"
 )
 
+_PROBE_CAVEATS = ("PROBE_WEAK_SIGNAL", "PROBE_MISSING")  # never what decides
+
 
 def _printed(findings: ModelFindings, width: int, **options: Any) -> str:
     file = io.StringIO()
@@ -113,6 +115,22 @@ def test_every_caution_fits_a_line_and_every_phrase_has_a_documented_code() -> N
     for code, phrase in phrases._CAUTIONS.items():
         assert len(f"Caution: {phrase} ({code})") <= 80
     assert set(phrases._CAUTIONS) | set(phrases._REASONS) <= set(CODES)
+
+
+@pytest.mark.parametrize(
+    "code", [c for c in CODES if c.startswith("PROBE_") and c not in _PROBE_CAVEATS]
+)
+def test_a_failing_probe_is_told_once_and_in_words(code: str) -> None:
+    """More seeds do not answer it, so the code is the reason and what stands in their way."""
+    verdict = make_verdict(
+        "bf16",
+        "inconclusive",
+        reasons=(Reason(code=code, message="The weights stall."),),
+        extra_seeds_reason=code,
+    )
+    text = _printed(make_findings(verdict), 80)
+    assert text.count("The weights stall.") == 1
+    assert code not in text
 
 
 def test_what_is_emulated_is_said_once_per_kind() -> None:

@@ -82,7 +82,7 @@ def test_shares_casts_and_what_stayed_in_fp32() -> None:
     )
     (audit,) = what_ran(_evidence([record])).audits
     assert audit.low_precision_share == "50.0 %"
-    assert audit.casts == "3, 1,500 elements"
+    assert audit.casts == "3 (1,500 elements)"
     assert audit.products_in_fp32 == ("outside of modules", "head")
     assert audit.nonfinite == (
         "a non-finite output from finite inputs in aten::bmm in `scores` (forward, fp16)."

@@ -147,6 +147,16 @@ def panels(
     return figure, axes
 
 
+def policy_margin(size: Size) -> float:
+    """Return the pixels left of a panel whose rows are policies: a `policy_label` fits in bold."""
+    return 126.0 if size.narrow else 132.0
+
+
+def policy_label(policy: str) -> str:
+    """Return a policy's name for a row, cut to 17 characters: `fp16_all_ops_cu..`."""
+    return policy if len(policy) <= 17 else f"{policy[:15]}.."
+
+
 def step_axis(ax: Axes, first: float, last: float, *, labels: int = 7) -> None:
     """Let the horizontal axis run over steps, which are counted in whole numbers."""
     from matplotlib.ticker import MaxNLocator

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from harness.analysis.findings import Ratio, Verdict
 from harness.report.evidence import Evidence
-from harness.report.figures.canvas import INK, MUTED, Drawing, Size, draw, panels
+from harness.report.figures.canvas import (
+    INK,
+    MUTED,
+    Drawing,
+    Size,
+    draw,
+    panels,
+    policy_label,
+    policy_margin,
+)
 from harness.report.style import PolicyStyle, Styles
 from harness.report.text import candidates, ratio_text
 
@@ -61,7 +70,7 @@ def _render(
     columns = 1 if size.narrow else len(shown)
     figure, axes = panels(
         size, rows=len(shown) // columns, columns=columns, row_height=27.0 * len(rows) + 10,
-        left=112 if size.narrow else 132, gap_x=30, gap_y=74, top=30, bottom=44, right=52,
+        left=policy_margin(size), gap_x=30, gap_y=74, top=30, bottom=44, right=52,
     )  # fmt: skip
     figure.set_gid("cost")
     for index, kind in enumerate(shown):
@@ -76,7 +85,7 @@ def _render(
         ax.set_xlabel(f"ratio to {reference}")
         ax.spines["left"].set_visible(False)
         ax.tick_params(axis="y", length=0)
-        ax.set_yticks(range(len(rows)), [v.policy.replace("$", r"\$") for v in rows])
+        ax.set_yticks(range(len(rows)), [policy_label(v.policy).replace("$", r"\$") for v in rows])
         if index % columns:
             ax.tick_params(labelleft=False)
     return figure

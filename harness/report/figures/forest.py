@@ -16,6 +16,8 @@ from harness.report.figures.canvas import (
     Size,
     draw,
     panels,
+    policy_label,
+    policy_margin,
 )
 from harness.report.style import PolicyStyle, Styles
 from harness.report.templating import typeset
@@ -87,7 +89,7 @@ def _render(
         rows=len(shown) // columns,
         columns=columns,
         row_height=38.0 * len(rows) + 24,
-        left=112 if size.narrow else 132,
+        left=policy_margin(size),
         right=18,
         top=30,
         bottom=56,
@@ -139,10 +141,9 @@ def _labels(ax: Axes, rows: tuple[Verdict, ...]) -> None:
     for position, verdict in enumerate(rows):
         emulated = ", emulated" if verdict.execution == "emulated" else ""
         label = outcome_label(verdict)
-        name = verdict.policy if len(verdict.policy) <= 17 else f"{verdict.policy[:15]}.."
         ax.text(
-            -0.03, position - 0.02, name, transform=transform, ha="right", va="bottom",
-            fontweight="bold", color=INK, parse_math=False,
+            -0.03, position - 0.02, policy_label(verdict.policy), transform=transform, ha="right",
+            va="bottom", fontweight="bold", color=INK, parse_math=False,
         )  # fmt: skip
         ax.text(
             -0.03, position + 0.04, f"{label}{emulated}", transform=transform, ha="right",

@@ -243,7 +243,7 @@ def _format_bars(ax: Axes, low: float, high: float) -> None:
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
     ax.spines["left"].set_visible(False)
-    ax.set_xlabel("exponent: magnitude of a gradient element as a power of two")
+    ax.set_xlabel("magnitude of a gradient element as a power of two")
 
 
 def _ends(lead: str, curves: dict[str, Curve]) -> str:

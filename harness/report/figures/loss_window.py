@@ -73,6 +73,8 @@ def _panel(evidence: Evidence, format_name: str) -> _Panel | None:
     for verdict in candidates(evidence.findings):
         content = verdict.policy_content
         formats = (content.get("compute_format"), content.get("gradient_format"))
+        if content.get("operand_scaling") == "per_tensor":
+            continue  # whose operands find their range tensor by tensor
         curve = series_curve(evidence, verdict.policy, "loss_scale")
         if format_name in formats and curve is not None:
             used[verdict.policy] = curve

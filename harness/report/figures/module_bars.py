@@ -93,7 +93,7 @@ def module_bars(
 def how_many(num_modules: int) -> str:
     """Return a caption's first sentence: whether the picture holds all modules."""
     if num_modules <= NARROW_ROWS:
-        return "All modules, the worst on top."
+        return "All modules, the worst of the first panel on top."
     return f"The worst of {num_modules} modules; the table has all of them."
 
 

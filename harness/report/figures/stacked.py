@@ -16,6 +16,8 @@ from harness.report.figures.canvas import (
     legend_height,
     legend_on_top,
     panels,
+    policy_label,
+    policy_margin,
 )
 from harness.report.resources import memory_parts, time_parts
 from harness.report.style import Styles, candidate_styles
@@ -111,7 +113,7 @@ def _render(
     top = 10 + legend_height(size, len(legend_names), per_row=2 if size.narrow else 4)
     figure, (ax,) = panels(
         size, rows=1, columns=1, row_height=30.0 * len(table) + 6,
-        left=112 if size.narrow else 132, right=26, top=top, bottom=42,
+        left=policy_margin(size), right=26, top=top, bottom=42,
     )  # fmt: skip
     figure.set_gid(gid)
     largest = max(sum(values.values()) for values in table.values())
@@ -130,7 +132,7 @@ def _render(
             left += value
     ax.set_xlim(0, largest * 1.01)
     ax.set_ylim(len(table) - 0.5, -0.5)
-    ax.set_yticks(range(len(table)), [p.replace("$", r"\$")[:20] for p in table])
+    ax.set_yticks(range(len(table)), [policy_label(p).replace("$", r"\$") for p in table])
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MultipleLocator(_tick_step(largest, binary=axis == "bytes")))
     ax.xaxis.set_major_formatter(lambda x, _: text(x) if x else "0")
