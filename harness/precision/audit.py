@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.precision.audit_result import StepAudit
-from harness.precision.composites import resolved, run_below
+from harness.precision.composites import WatchingMode, run_below
 from harness.precision.flops import flops_of
 from harness.precision.magnitude import Magnitudes, floating_tensors
 from harness.precision.module_calls import ModuleCalls, in_backward
@@ -61,7 +60,7 @@ class Audited(Protocol):
         """Return the format that a product of FP32 tensors rounds its operands to now."""
 
 
-class FormatCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FormatCounter(WatchingMode):
     """Counts the formats of the ops of a forward pass."""
 
     def __init__(self, counts: dict[str, dict[str, int]], *, audited: Audited) -> None:
@@ -69,14 +68,9 @@ class FormatCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts, self._audited = counts, audited
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op and count it."""
-        parts = resolved(self, func, args, kwargs or {})
-        if parts is not NotImplemented:
-            return parts
-        result = run_below(func, args, kwargs or {})
+        result = run_below(func, args, kwargs)
         audited = self._audited
         if audited.in_forward() and not audited.beside_the_model() and computes(func):
             self.count(func, args, result)
@@ -108,14 +102,8 @@ class StepCounter(FormatCounter):  # type: ignore[no-untyped-call]
         self._audit, self._calls = audit, calls
         self._magnitudes = Magnitudes()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op and count it."""
-        kwargs = kwargs or {}
-        parts = resolved(self, func, args, kwargs)
-        if parts is not NotImplemented:
-            return parts
         in_step = self._audited.in_forward() or in_backward()
         if func.is_view or not in_step or self._audited.beside_the_model():
             return run_below(func, args, kwargs)

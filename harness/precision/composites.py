@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.precision.emulation.products import PRODUCTS, ROUNDING_KEY
 
 
-def resolved(
+def _resolved(
     mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a composite op part by part, each seen by `mode`.
@@ -46,6 +46,22 @@ def resolved(
             return func._op_dk(composite, *args, **kwargs)
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that looks at every op as autograd would have resolved it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Hand the op on to `watch`, or the parts of a composite one by one."""
+        kwargs = kwargs or {}
+        parts = _resolved(self, func, args, kwargs)
+        return self.watch(func, args, kwargs) if parts is NotImplemented else parts
+
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op through `run_below`, look at it, and return its result."""
+        raise NotImplementedError
 
 
 def run_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.precision.composites import resolved, run_below
+from harness.precision.composites import WatchingMode, run_below
 from harness.precision.module_calls import ModuleCalls
 from harness.precision.module_names import ROOT
 from harness.probes.tensors import unseen
@@ -50,20 +49,14 @@ class AttentionLogits:
                 yield
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(WatchingMode):
     def __init__(self, found: Callable[[Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op; look at its inputs if it is an attention."""
         name = func._schema.name
-        kwargs = kwargs or {}
-        parts = resolved(self, func, args, kwargs)
-        if parts is not NotImplemented:
-            return parts
         if name in _SOFTMAX:
             if args[0].numel():
                 with unseen():  # by an audit around this mode, that is

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.precision.composites import resolved, run_below
+from harness.precision.composites import WatchingMode, run_below
 from harness.probes.base import Metric, NamedTensor, StepProbe
 
 # What torch.amp.GradScaler keeps on the device: an FP32 scale and an int32 count of clean steps.
@@ -144,7 +143,7 @@ def _readable(size: int) -> str:
     return f"{size} bytes"
 
 
-class _ForwardBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ForwardBytes(WatchingMode):
     """Follows the storages that a forward pass makes, and counts those that outlive it.
 
     Not by autograd's hooks on saved tensors: those are refused inside `torch.func` transforms, and
@@ -176,14 +175,9 @@ class _ForwardBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.activations += size
         self._made, self._copies = {}, set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op and note the storages that it made."""
-        parts = resolved(self, func, args, kwargs or {})
-        if parts is not NotImplemented:
-            return parts
-        result = run_below(func, args, kwargs or {})
+        result = run_below(func, args, kwargs)
         given = {key for tensor in tensors_of((args, kwargs)) for key, _ in _storages(tensor)}
         for tensor in tensors_of(result):
             for key, storage in _storages(tensor):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from harness.analysis.findings import ModelFindings
 from harness.report.evidence import Evidence
@@ -57,14 +56,10 @@ def _stored_wider(runs: Sequence[RunRecord]) -> bool:
     )
 
 
-def _profiles(findings: ModelFindings) -> Mapping[str, Any]:
-    return findings.profiles
-
-
 def time_parts(findings: ModelFindings) -> dict[str, dict[str, float]]:
     """Return policy -> op family -> share of the step's time; empty when nothing was profiled."""
     found = {}
-    for policy, profile in _profiles(findings).items():
+    for policy, profile in findings.profiles.items():
         families = {str(n): as_count(v) for n, v in (profile.get("families") or {}).items()}
         shares = {name: share for name, share in families.items() if share > 0}
         if shares and math.isfinite(sum(shares.values())):
@@ -75,7 +70,7 @@ def time_parts(findings: ModelFindings) -> dict[str, dict[str, float]]:
 def profile_sentences(findings: ModelFindings) -> tuple[str, ...]:
     """Return each profiled policy's sentence, and the ops that make most of its time."""
     lines = []
-    for policy, profile in _profiles(findings).items():
+    for policy, profile in findings.profiles.items():
         sentence = str(profile.get("sentence") or "").rstrip(".")
         ops = [str(op[0]) for op in profile.get("ops") or () if len(op) == 2]
         # The sentence names its policy.

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.numerics.formats import Format
 from harness.precision.audit import CASTS, FORMAT_NAMES, computes, op_name
-from harness.precision.composites import resolved, run_below
+from harness.precision.composites import WatchingMode, run_below
 from harness.precision.execution import Execution
 from harness.precision.magnitude import floating_tensors, magnitude
 from harness.precision.module_calls import ModuleCalls, hookable_modules
@@ -37,7 +37,7 @@ _SINGULAR_AT_ZERO = {
 OpKey = tuple[str | None, str, str, int]
 
 
-class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpTrace(WatchingMode):
     """What the ops of one forward and backward pass returned.
 
     Attributes:
@@ -63,13 +63,13 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the op and look at what it returned."""
-        kwargs = kwargs or {}
+        """Leave alone what does not belong to the model; hand the rest on to `watch`."""
         if self._execution.beside_the_model():
-            return run_below(func, args, kwargs)
-        parts = resolved(self, func, args, kwargs)
-        if parts is not NotImplemented:
-            return parts
+            return run_below(func, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op and look at what it returned."""
         if not computes(func) and func._schema.name not in CASTS:
             return run_below(func, args, kwargs)
         before = (args, kwargs)
