@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -35,6 +36,8 @@ TRACEBACK_VARIABLE = "HARNESS_TRACEBACK"
 # What a user's input can raise; anything else is a fault of this program or of the machine.
 USER_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 _INFORMATION_FLAGS = ("--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i")
+# What the command line says about seeds goes before the `SEEDS` of a workload file.
+_SEED_KEYS = ("seed", "decision.seeds", "decision.looks", "decision.always_valid")
 _MODE_FLAGS = ("-m", "--multirun", "--run", "-r")
 _FLAGS_WITH_VALUE = (
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
@@ -45,8 +48,10 @@ _FLAGS_WITH_VALUE = (
 def main() -> None:
     """Run the command line; the entry point of `python -m harness` and of `harness`.
 
-    SIGTERM, by which batch systems end a job, interrupts as Ctrl-C does.
+    SIGTERM, by which batch systems end a job, interrupts as Ctrl-C does, and so does SIGINT in the
+    background, where a shell starts a command with SIGINT ignored.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))
 
@@ -106,8 +111,9 @@ def _report(composed: DictConfig) -> int:
     """Analyze stored runs; bad input is told here, since Hydra would add a line to an exception."""
     from harness.experiment.stored import report_stored
 
+    arguments = [str(argument) for argument in HydraConfig.get().overrides.task]
     try:
-        return report_stored(RunConfig.from_hydra(composed))
+        return report_stored(RunConfig.from_hydra(composed), arguments=arguments)
     except USER_ERRORS as error:
         return _say(f"error: {one_line(error)}", EXIT_USAGE)
 
@@ -135,7 +141,7 @@ def prepared(arguments: Sequence[str]) -> list[str]:
         # The flag and not hydra.mode=MULTIRUN: only with the flag does Hydra name the override
         # that is wrong, instead of falling back to a single run.
         flags.append("--multirun")
-    if "seed" not in values and values.get("workload") == "custom":
+    if values.get("workload") == "custom" and not any(key in values for key in _SEED_KEYS):
         given += _own_seeds(values)
     return [*flags, *given]
 

@@ -46,6 +46,15 @@ ALLOWED = {
         "runs.record",
         "runs.record_files",
     },
+    "calibration": {
+        "numerics",
+        "precision",
+        "probes",
+        "workloads",
+        "runs",
+        "analysis",
+        "report",
+    },
     # The command line and what it is made of see everything below.
     "cli": None,
     "config": None,

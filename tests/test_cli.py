@@ -50,7 +50,13 @@ def test_seeds_of_a_workload_file_are_defaults(tmp_path):
     path.write_text("import torch_is_not_imported_here\nSEEDS = (3, 4)\n")
     given = ["+sweep=precision", "workload=custom", f"workload.file={path}"]
     assert "seed=3,4" in cli.prepared(given)
-    assert "seed=3,4" not in cli.prepared([*given, "seed=1"])
+    for other in (
+        "seed=1",
+        "decision.seeds=3",
+        "decision.looks=[3,5]",
+        "decision.always_valid=true",
+    ):
+        assert "seed=3,4" not in cli.prepared([*given, other])
 
 
 def test_policy_fields_make_a_policy_beside_the_reference():
@@ -68,14 +74,19 @@ def test_importing_the_command_line_imports_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
-def test_sigterm_interrupts_as_ctrl_c_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_signals_interrupt_in_the_background_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    def ended_by_the_batch_system() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(10)
+    number = getattr(signal, name)
 
-    before = signal.getsignal(signal.SIGTERM)
+    def ended_by_the_batch_system() -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    # As a shell starts a command in the background.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     monkeypatch.setattr(cli, "_application", ended_by_the_batch_system)
     monkeypatch.setattr(sys, "argv", ["harness"])
     for name in ("HYDRA_FULL_ERROR", cli.COMMAND_VARIABLE):  # the command line sets them
@@ -84,6 +95,7 @@ def test_sigterm_interrupts_as_ctrl_c_does(
         with pytest.raises(SystemExit) as stopped:
             cli.main()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
     assert stopped.value.code == 130
     assert "interrupted" in capsys.readouterr().err

@@ -83,6 +83,25 @@ def test_workload_composes(name, composed):
     assert config.workload["kind"]
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("decision.looks=[3,6,10]", "looks", (3, 6, 10)),
+        ("decision.looks=[3, 6, 10]", "looks", (3, 6, 10)),
+        ("decision.look_alphas=[0.03,0.01,0.01]", "look_alphas", (0.03, 0.01, 0.01)),
+        ("decision.seeds=3", "seeds", 3),
+        ("decision.margin=0.02", "margin", 0.02),
+        ("decision.margin=2 %", "margin", "2 %"),
+        ("decision.margin=2%", "margin", "2%"),
+        ("decision.margin='0.3 own'", "margin", "0.3 own"),
+        ("decision.always_valid=true", "always_valid", True),
+    ],
+)
+def test_looks_and_a_margin_are_set_on_the_command_line(override, key, value, composed):
+    rule = DecisionRule.from_mapping(RunConfig.from_hydra(composed(override)).decision)
+    assert getattr(rule, key) == value
+
+
 def test_decision_constants_make_a_rule(composed):
     rule = DecisionRule.from_mapping(RunConfig.from_hydra(composed()).decision)
     assert rule == DecisionRule()
@@ -123,10 +142,11 @@ def test_sweep_expands(name, composed):
     assert len(grid.runs) == len(by_model(grid)) * len(policies) * len(seeds)
 
 
-def test_precision_sweep_is_two_models_seven_policies_three_seeds(composed):
+def test_precision_sweep_is_two_models_seven_policies_and_the_seeds_of_all_looks(composed):
     grid = expand(composed("+sweep=precision", "hydra.mode=MULTIRUN"))
     policies, seeds = axis_values(grid)
-    assert (len(by_model(grid)), len(policies), seeds) == (2, 7, [0, 1, 2])
+    assert (len(by_model(grid)), len(policies), seeds) == (2, 7, list(range(8)))
+    assert grid.seeds_given is None
 
 
 def test_command_line_list_replaces_the_sweeps_own(composed):
@@ -183,3 +203,10 @@ def test_missing_sweep_group_does_not_become_a_plain_value():
 def test_every_config_folder_is_reachable():
     assert Path(CONF).is_dir()
     assert Path(SWEEPS).is_dir()
+
+
+def test_only_the_sweeper_that_asks_again_can_try_fallbacks(composed):
+    wanted = ("decision.try_fallback=true", "policy=fp32,bf16")
+    assert len(expand(composed(*wanted, "seed=0")).runs) == 2
+    with pytest.raises(ConfigError, match="try_fallback=true needs hydra/sweeper=looks"):
+        expand(composed(*wanted, "seed=0", "hydra/sweeper=basic"))

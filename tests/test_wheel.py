@@ -82,9 +82,11 @@ def test_everything_is_inside(distributions: dict[str, Path]) -> None:
             name = path.relative_to(ROOT).as_posix()
             assert f"harness/_{name}" in wheel
             assert name in sdist
-    for path in (ROOT / "harness").rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
-            assert path.relative_to(ROOT).as_posix() in wheel
+    for package in ("harness", "hydra_plugins"):
+        for path in (ROOT / package).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert path.relative_to(ROOT).as_posix() in wheel
+                assert path.relative_to(ROOT).as_posix() in sdist
     assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} <= sdist
     assert any(name.endswith("licenses/LICENSE") for name in wheel)
     assert not any(name.startswith("tests") for name in wheel)

@@ -8,24 +8,22 @@ from collections.abc import Mapping, Sequence
 from harness.analysis import endpoints
 from harness.analysis.choice import ASSUMED, ChoiceInput, choose
 from harness.analysis.findings import Choice, ModelFindings, Ratio, Reason, Verdict, warning
-from harness.analysis.model_cautions import (
-    all_probed,
-    control_caution,
-    model_cautions,
-    reference_triage,
-)
-from harness.analysis.multiplicity import adjust_for_multiplicity, holm_not_met
-from harness.analysis.reference_gates import (
-    reference_not_learning,
-    reference_unstable,
-    unstable_reason,
-)
+from harness.analysis.gates import Comparison
+from harness.analysis.model_cautions import all_probed, control_caution, reference_triage
+from harness.analysis.multiplicity import adjust_for_multiplicity, holm_not_met, level_of
+from harness.analysis.rival_method import rival_caveat
 from harness.analysis.rule import DecisionRule
-from harness.analysis.verdicts import Reference, Setting, compare, judge
-from harness.analysis.wording import listing, seeds_text
+from harness.analysis.savings import savings
+from harness.analysis.scope import not_tested, run_scope
+from harness.analysis.seed_plan import SeedPlan
+from harness.analysis.sequential import Look, control_at, looks_of, measure_reference, replay
+from harness.analysis.verdicts import Reference, judge
+from harness.analysis.wording import seeds_text
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
 from harness.runs.same_point.record import SamePointRecord
+
+__all__ = ["analyze_model", "measure_reference"]
 
 
 def analyze_model(
@@ -41,6 +39,7 @@ def analyze_model(
     command: str,
     descriptions: Mapping[str, str],
     same_point: Mapping[str, SamePointRecord] | None = None,
+    plan: SeedPlan | None = None,
 ) -> ModelFindings:
     """Judge every candidate of one model against its FP32 runs and choose a policy.
 
@@ -48,7 +47,7 @@ def analyze_model(
         records: The runs of the grid that exist; other runs are ignored. The order is irrelevant.
         sweep_id: Name of the sweep.
         policies: Policy names in grid order, the reference among them.
-        seeds: Seeds of the grid.
+        seeds: Seeds of the grid; with a plan of looks all that it may come to, in their order.
         reference: Name of the reference policy.
         rule: Constants.
         timings: Policy -> measured step-time ratio; a policy that is absent was not measured.
@@ -57,18 +56,24 @@ def analyze_model(
         command: The command that trains this grid; its seeds are replaced in `settle_command`.
         descriptions: Policy -> one sentence.
         same_point: Policy -> its same-point probe; a policy that is absent was not probed.
+        plan: When candidates are judged; None: once, over all seeds. With looks each candidate is
+            judged by the first look that settles it, and its later runs are ignored.
 
     Returns:
         Findings with one verdict per candidate and control. If the reference is missing or crashed
-        in any seed: no verdicts, and `failed` says why.
+        in a seed that a verdict waits for, `failed` says so; then there are verdicts only if an
+        earlier look had settled one, which it keeps.
 
     Raises:
-        ValueError: The reference is not among `policies`, there are no seeds, or a policy has two
-            records of one seed.
+        ValueError: The reference is not among `policies`, there are no seeds, or fewer than the
+            first look needs, or a policy has two records of one seed.
     """
+    plan = plan or SeedPlan.fixed(len(seeds), rule)
+    if 0 < len(seeds) < plan.looks[0]:
+        raise ValueError(f"the plan looks at {plan.looks[0]} seeds, the grid has {len(seeds)}")
     runs = _by_policy(records, policies=policies, seeds=seeds, reference=reference)
     references = runs[reference]
-    failed = _reference_failure(references, seeds=seeds, reference=reference)
+    looks = looks_of(runs, reference=reference, seeds=seeds, plan=plan, rule=rule, command=command)
     base = _empty_findings(
         next((r for by_seed in (references, *runs.values()) for r in by_seed.values()), None),
         sweep_id=sweep_id,
@@ -76,22 +81,24 @@ def analyze_model(
         seeds=tuple(seeds),
         rule=rule,
         command=command,
+        plan=plan,
     )
-    if failed is not None:
+    candidates = {name: runs[name] for name in policies if name != reference}
+    verdicts: tuple[Verdict, ...] = ()
+    failed = None
+    if looks:
+        verdicts = _verdicts(candidates, looks, descriptions, same_point or {}, rule)
+        failed = _waits_for_reference(verdicts, runs, looks, seeds=seeds, reference=reference)
+    else:
+        first = plan.seeds_at(0, seeds)
+        failed = _reference_failure(references, seeds=first, reference=reference)
+    if failed is not None and not any(v.look is not None and v.look.settled for v in verdicts):
         sentence = f"No recommendation for {base.workload}: the FP32 runs are incomplete."
         choice = Choice(policy=None, sentence=sentence, speed_basis=ASSUMED)
         return dataclasses.replace(base, failed=failed, choice=choice)
-    fp32 = measure_reference(references, rule)
-    setting = Setting(seeds=tuple(seeds), command=command, rule=rule)
-    cautions = model_cautions(tuple(fp32.stable.values()), fp32.levels, rule)
-    verdicts = _verdicts(
-        {name: runs[name] for name in policies if name != reference},
-        fp32=fp32,
-        setting=setting,
-        descriptions=descriptions,
-        same_point=same_point or {},
-        held_out_missing=[c for c in cautions if c.code == "HELDOUT_MISSING"],
-    )
+    # FP32's runs beyond the furthest look that a verdict is of say nothing to any of them.
+    reached = max((v.look.index for v in verdicts if v.look is not None), default=1) - 1
+    fp32, cautions = looks[reached].reference, looks[reached].cautions
     verdicts = tuple(_with_speed(v, timings, speed_note) for v in verdicts)
     floor_tested = all_probed(verdicts, lambda probe: probe.tests_final_rate)
     on_cpu = base.environment.get("device_kind", "cpu") == "cpu"
@@ -100,7 +107,7 @@ def analyze_model(
             workload=base.workload,
             reference=reference,
             verdicts=verdicts,
-            blocked=fp32.unstable_reason or fp32.not_learning_reason,
+            blocked=_blocked(fp32, verdicts),
             num_steps=base.num_steps,
             measured=not on_cpu and bool(timings),
         ),
@@ -108,33 +115,25 @@ def analyze_model(
     )
     return dataclasses.replace(
         base,
+        seeds=looks[reached].setting.seeds,
+        failed=failed,
         verdicts=_mark_chosen(verdicts, choice, rule),
         choice=choice,
-        scope=_scope(next(iter(references.values())), verdicts),
-        not_tested=_not_tested(
+        scope=run_scope(
+            next(iter(references.values())),
+            emulated=[v.policy for v in verdicts if v.execution == "emulated"],
+        ),
+        not_tested=not_tested(
             base.environment, base.num_steps, probed=all_probed(verdicts, lambda probe: True)
         ),
         caveats=(
+            *rival_caveat(rule),
             *(c for c in cautions if c.code != "LR_FLOOR_NOT_TESTED" or not floor_tested),
             *_control_cautions(verdicts, rule),
             *_dropped_note(fp32),
             *reference_triage([references[seed] for seed in fp32.unstable]),
         ),
-    )
-
-
-def measure_reference(references: Mapping[int, RunRecord], rule: DecisionRule) -> Reference:
-    """Return what the FP32 runs reached and whether they can judge a candidate."""
-    reasons = {seed: unstable_reason(run, rule) for seed, run in references.items()}
-    unstable = {seed: reason for seed, reason in reasons.items() if reason is not None}
-    stable = {seed: references[seed] for seed in sorted(references) if seed not in unstable}
-    levels = endpoints.measure_levels(tuple(stable.values()), rule)
-    return Reference(
-        stable=stable,
-        unstable=unstable,
-        levels=levels,
-        unstable_reason=reference_unstable(unstable, num_seeds=len(references), rule=rule),
-        not_learning_reason=reference_not_learning(levels, rule),
+        savings=savings(runs, verdicts, plan=plan, seeds=seeds),
     )
 
 
@@ -172,29 +171,73 @@ def _reference_failure(
     return None
 
 
+def _waits_for_reference(
+    verdicts: Sequence[Verdict],
+    runs: Mapping[str, Mapping[int, RunRecord]],
+    looks: Sequence[Look],
+    *,
+    seeds: Sequence[int],
+    reference: str,
+) -> str | None:
+    """Return what a candidate with all runs of the next look lacks on FP32's side, or None."""
+    plan = looks[0].plan
+    if len(looks) == len(plan.looks):
+        return None
+    wanted = plan.seeds_at(len(looks), seeds)
+    held_up = any(
+        v.look is not None
+        and (v.look.stop, v.look.index) == ("unfinished", len(looks))
+        and all(seed in runs[v.policy] for seed in wanted)
+        for v in verdicts
+    )
+    if not held_up:
+        return None
+    return _reference_failure(runs[reference], seeds=wanted, reference=reference)
+
+
+def _blocked(fp32: Reference, verdicts: Sequence[Verdict]) -> Reason | None:
+    """Return the gate on the reference that forbids any recommendation, or None.
+
+    What an earlier look accepted was judged by FP32 runs that could judge.
+    """
+    if any(v.outcome == "accept" and not v.is_control for v in verdicts):
+        return None
+    return fp32.unstable_reason or fp32.not_learning_reason
+
+
 def _verdicts(
     candidates: Mapping[str, Mapping[int, RunRecord]],
-    *,
-    fp32: Reference,
-    setting: Setting,
+    looks: Sequence[Look],
     descriptions: Mapping[str, str],
     same_point: Mapping[str, SamePointRecord],
-    held_out_missing: Sequence[Reason],
+    rule: DecisionRule,
 ) -> tuple[Verdict, ...]:
-    verdicts = []
-    for name, by_seed in candidates.items():
-        policy = _policy_of(name, by_seed, descriptions.get(name, ""))
-        verdicts.append(
-            judge(
-                compare(policy, by_seed, fp32, setting),
-                description=policy.description,
-                reference=fp32,
-                setting=setting,
-                same_point=same_point.get(name),
-                extra_caveats=() if policy.is_control else held_out_missing,
-            )
+    policies = {
+        name: _policy_of(name, by_seed, descriptions.get(name, ""))
+        for name, by_seed in candidates.items()
+    }
+    family = sum(not policy.is_control for policy in policies.values())
+
+    def judge_at(comparison: Comparison, look: Look) -> Verdict:
+        policy = comparison.policy
+        return judge(
+            comparison,
+            description=policy.description,
+            reference=look.reference,
+            setting=look.setting,
+            same_point=same_point.get(policy.name),
+            extra_caveats=()
+            if policy.is_control
+            else [c for c in look.cautions if c.code == "HELDOUT_MISSING"],
         )
-    return adjust_for_multiplicity(verdicts, setting.rule)
+
+    verdicts = [
+        control_at(policy, candidates[name], looks, judge_at)
+        if policy.is_control
+        else replay(policy, candidates[name], looks, judge_at, family=family)
+        for name, policy in policies.items()
+    ]
+    return adjust_for_multiplicity(verdicts, rule)
 
 
 def _policy_of(name: str, by_seed: Mapping[int, RunRecord], description: str) -> PrecisionPolicy:
@@ -214,12 +257,12 @@ def _with_speed(verdict: Verdict, timings: Mapping[str, Ratio] | None, speed_not
 def _mark_chosen(
     verdicts: Sequence[Verdict], choice: Choice, rule: DecisionRule
 ) -> tuple[Verdict, ...]:
-    """Add HOLM_NOT_MET to the chosen candidate if its adjusted p is above alpha."""
+    """Add HOLM_NOT_MET to the chosen candidate if its adjusted p is above its look's level."""
     return tuple(
-        dataclasses.replace(v, reasons=(*v.reasons, holm_not_met(v.p_accept_holm, rule)))
+        dataclasses.replace(v, reasons=(*v.reasons, holm_not_met(v.p_accept_holm, level, rule)))
         if v.policy == choice.policy
         and v.p_accept_holm is not None
-        and v.p_accept_holm > rule.alpha
+        and v.p_accept_holm > (level := level_of(v, rule))
         else v
         for v in verdicts
     )
@@ -251,6 +294,7 @@ def _empty_findings(
     seeds: tuple[int, ...],
     rule: DecisionRule,
     command: str,
+    plan: SeedPlan,
 ) -> ModelFindings:
     environment = dict(record.environment) if record is not None else {}
     num_steps = record.num_steps if record is not None else 0
@@ -265,41 +309,9 @@ def _empty_findings(
         verdicts=(),
         choice=Choice(policy=None, sentence="", speed_basis=""),
         scope=f"{num_steps} steps",
-        not_tested=_not_tested(environment, num_steps),
+        not_tested=not_tested(environment, num_steps),
         environment=environment,
         command=command,
         rule=rule.as_mapping(),
+        plan=plan,
     )
-
-
-def _scope(record: RunRecord, verdicts: Sequence[Verdict]) -> str:
-    parts = [f"the first {record.num_steps} steps of this schedule"]
-    if record.samples_per_step:
-        parts.append(f"batch {record.samples_per_step:g}")
-    parts.append(f"on {record.environment.get('device_kind', 'an unknown device')}")
-    emulated = [v.policy for v in verdicts if v.execution == "emulated"]
-    scope = ", ".join(parts)
-    return f"{scope}; {listing(emulated)} emulated" if emulated else scope
-
-
-def _not_tested(
-    environment: Mapping[str, object], num_steps: int, *, probed: bool = False
-) -> tuple[str, ...]:
-    sentences = [
-        f"Training beyond step {num_steps}, and other batch sizes, learning rates, schedules or "
-        "model sizes.",
-        "Failures that are rare: see the failure-rate bound of each verdict.",
-        "More than one device.",
-    ]
-    if not probed:
-        sentences.insert(
-            1,
-            "The arithmetic at fixed weights (update retention, rounding noise and bias): harm "
-            "that builds up over many more steps may not show in the loss yet.",
-        )
-    if environment.get("device_kind", "cpu") == "cpu":
-        sentences.append(
-            "A GPU: its kernels sum in another order and width, and its speed and memory are "
-            "not those of a CPU."
-        )
-    return tuple(sentences)

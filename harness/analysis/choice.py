@@ -15,6 +15,7 @@ from harness.analysis.eligibility import (
     never_chosen_because,
     width,
 )
+from harness.analysis.fallback_policy import offer
 from harness.analysis.fallbacks import (
     failed_by_probe,
     fallback_reasons,
@@ -121,6 +122,9 @@ def _score(verdict: Verdict, given: ChoiceInput) -> float:
 
 
 def _train_sentence(given: ChoiceInput, verdict: Verdict) -> str:
+    if verdict.main_reason.code == "RIVAL_RULE":
+        why = _lower_first(verdict.main_reason.message)
+        return f"Train {given.workload} in {verdict.policy}, if you trust this rule: {why}"
     bounds = {k: e for k, e in verdict.estimates.items() if e.ci_high is not None}
     worst = max(bounds, key=lambda k: in_margins(bounds[k].ci_high, bounds[k].margin))
     loss, note = "training and held-out loss stay", ""
@@ -196,12 +200,14 @@ def _reasons(
     reasons += fallback_reasons(candidates, chosen=chosen)
     limit = rule.flushed_share
     reasons += [
-        rejection_reason(v, candidates, flushed_limit=limit)
+        rejection_reason(v, candidates, flushed_limit=limit) + _offer(v, candidates, rule)
         for v in candidates
         if v.outcome == "reject"
     ]
     reasons += [
-        probe_reason(v, candidates, flushed_limit=limit) for v in candidates if failed_by_probe(v)
+        probe_reason(v, candidates, flushed_limit=limit) + _offer(v, candidates, rule)
+        for v in candidates
+        if failed_by_probe(v)
     ]
     for verdict in candidates:
         hazard = never_chosen_because(verdict)
@@ -215,6 +221,11 @@ def _reasons(
     if not given.measured:
         reasons.append("Speed: assumed from the formats, not measured on a GPU.")
     return tuple(reasons)
+
+
+def _offer(verdict: Verdict, candidates: Sequence[Verdict], rule: DecisionRule) -> str:
+    limit, automatic = rule.flushed_share, rule.try_fallback
+    return offer(verdict, candidates, flushed_limit=limit, automatic=automatic)
 
 
 def _worth_settling(

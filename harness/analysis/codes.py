@@ -20,8 +20,9 @@ CODES: dict[str, str] = {
     ),
     "CI_SPANS_MARGIN": (
         "The interval contains the margin: these seeds do not tell harm from seed luck. Add the "
-        "seeds that the forecast names. Adding seeds after a look costs some certainty: two looks "
-        "at 5 % err in at most 10 % of cases, so plan five seeds from the start where it matters."
+        "seeds that the forecast names. The looks of the default plan share the 5 % between them; "
+        "seeds added after a fixed plan's only look cost some certainty: two looks at 5 % err in "
+        "at most 10 % of cases."
     ),
     "TOO_FEW_SEEDS": (
         "With one or two pairs only gross failures can be seen; the test needs at least three "
@@ -30,12 +31,21 @@ CODES: dict[str, str] = {
     "UNRESOLVABLE_AT_NMAX": (
         "At the present mean and spread no number of seeds up to the limit should settle the "
         "verdict. Use a larger held-out set, a longer run, a calmer learning rate, or state a "
-        "wider margin of your own (decision.margin_train, decision.margin_held_out)."
+        "wider margin of your own (decision.margin)."
     ),
     "HOLM_NOT_MET": (
-        "Each verdict is tested at its own 5 %. Adjusted for the number of candidates (Holm) this "
-        "acceptance would not hold. It is a warning unless decision.familywise=true makes it bind; "
-        "more seeds resolve it."
+        "Each verdict is tested at a level of its own. Adjusted for the number of candidates "
+        "(Holm) this acceptance would not hold. It is a warning unless decision.familywise=true "
+        "makes it bind; more seeds resolve it."
+    ),
+    "RIVAL_RULE": (
+        "decision.method names a rule that others use, and this is what it says of these runs: the "
+        "number it compares and its limit. It was not calibrated here; use it to compare, and "
+        "decide with decision.method=non_inferiority."
+    ),
+    "METHOD_NOT_CALIBRATED": (
+        "The verdicts here come from another rule than this harness' own. Its rates of wrong "
+        "verdicts on planted faults and harmless formats are in docs/calibration.md."
     ),
     # --- gates: the comparison cannot judge ---
     "PAIRING_BROKEN": (
@@ -93,7 +103,7 @@ CODES: dict[str, str] = {
         "the candidate is rejected even if seeds differ too much for the test. Look at the "
         "diagnostics for the cause. Where FP32's loss ends near zero the margin is a share of that "
         "small loss, so several margins may be little beside what was learned: state a margin of "
-        "your own there (decision.margin_train, decision.margin_held_out)."
+        "your own there (decision.margin)."
     ),
     # --- warnings from the loss ---
     "IDENTICAL_TO_FP32": (
@@ -252,6 +262,12 @@ CODES: dict[str, str] = {
         "difference from FP32 pictures harmless spread. It is drawn, never judged and never chosen."
     ),
     # --- on the whole model ---
+    "USER_MARGIN": (
+        "The margin is the user's (decision.margin) and not the formula's, wherever its unit fits: "
+        "a number is in the unit of the loss, a percentage is of what FP32 learned, and a number "
+        "followed by `own` is in the unit of the workload's own held-out figure. Every verdict is "
+        "relative to it."
+    ),
     "HELDOUT_MISSING": (
         "The workload has no held-out set, so the verdicts rest on the training loss alone; some "
         "faults (truncating arithmetic) lower the training loss and raise the held-out one. Define "

@@ -47,12 +47,14 @@ def estimate(
     reference_loss: float,
     num_endpoints: int,
     rule: DecisionRule,
+    formula_margin: float | None = None,
 ) -> Estimate:
     """Return the paired estimate of one endpoint.
 
     `ci_high = m + t(n-1, 1-alpha) * s/sqrt(n)` is the end that acceptance tests and
     `ci_low = m - t(n-1, 1-alpha/E) * s/sqrt(n)` the end that rejection tests, E being
-    `num_endpoints`. A NaN difference makes the mean NaN and leaves spread, interval and p None.
+    `num_endpoints`. With `rule.always_valid` the quantiles are those of the confidence sequence
+    instead of t. A NaN difference makes the mean NaN and leaves spread, interval and p None.
     """
     pairs = len(differences)
     mean, sd = statistics.mean_sd(differences)
@@ -62,10 +64,10 @@ def estimate(
     if estimated:
         assert sd is not None
         error = sd / math.sqrt(pairs)
-        low = mean - statistics.t_quantile(1 - alpha_reject, pairs - 1) * error
-        high = mean + statistics.t_quantile(1 - rule.alpha, pairs - 1) * error
-        p_accept = statistics.tail_probability(margin - mean, error, pairs - 1)
-        p_reject = statistics.tail_probability(mean - margin, error, pairs - 1)
+        low = mean - _reach(alpha_reject, pairs, error, rule)
+        high = mean + _reach(rule.alpha, pairs, error, rule)
+        p_accept = _p_value(margin - mean, error, pairs, rule)
+        p_reject = _p_value(mean - margin, error, pairs, rule)
     return Estimate(
         unit=unit,
         mean_difference=mean,
@@ -83,7 +85,22 @@ def estimate(
         differences=differences,
         p_accept=p_accept,
         p_reject=p_reject,
+        formula_margin=formula_margin,
     )
+
+
+def _reach(alpha: float, pairs: int, error: float, rule: DecisionRule) -> float:
+    """Return how far a one-sided interval reaches from the mean; 0 where nothing spreads."""
+    if error == 0:
+        return 0.0
+    quantile = statistics.one_sided_quantile(alpha, pairs, always_valid=rule.always_valid)
+    return quantile * error
+
+
+def _p_value(distance: float, error: float, pairs: int, rule: DecisionRule) -> float:
+    if rule.always_valid:
+        return statistics.always_valid_p(distance, error, pairs)
+    return statistics.tail_probability(distance, error, pairs - 1)
 
 
 def non_inferiority(estimates: Mapping[Endpoint, Estimate], *, rule: DecisionRule) -> TestResult:

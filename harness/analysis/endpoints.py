@@ -16,6 +16,8 @@ import numpy as np
 from harness.analysis import statistics
 from harness.analysis.findings import Endpoint
 from harness.analysis.rule import DecisionRule
+from harness.analysis.run_memory import once_per_run
+from harness.analysis.user_margin import UserMargin, parse_margin
 from harness.runs.record import RunRecord
 
 OWN_UNIT = "own units"
@@ -38,6 +40,7 @@ class Level:
             data differ between seeds or are in another unit.
         margin: The non-inferiority margin; 0 where nothing was learned.
         margin_term: `progress`, `loss`, `seed_sd`, `cap` or `user`.
+        formula_margin: What the formula gives, whoever set `margin`.
     """
 
     unit: str
@@ -49,6 +52,7 @@ class Level:
     sigma: float | None
     margin: float
     margin_term: str
+    formula_margin: float
 
 
 def tail_start(num_steps: int, rule: DecisionRule) -> int:
@@ -56,14 +60,16 @@ def tail_start(num_steps: int, rule: DecisionRule) -> int:
     return num_steps - math.ceil(num_steps / rule.tail_divisor)
 
 
+@once_per_run
 def train_tail(record: RunRecord, rule: DecisionRule) -> float:
     """Return the mean training loss over the tail; NaN if the run ended before its last step."""
     losses = record.series.get("loss", ())
     if len(losses) < record.num_steps:
         return math.nan
-    return float(np.mean(losses[tail_start(record.num_steps, rule) :]))
+    return statistics.mean(losses[tail_start(record.num_steps, rule) :])
 
 
+@once_per_run
 def held_out_tail(
     record: RunRecord, rule: DecisionRule, *, at: Sequence[int] | None = None
 ) -> float:
@@ -79,26 +85,29 @@ def held_out_tail(
     steps = tail_evaluations(record, rule) if at is None else at
     if not steps or any(step not in by_step for step in steps):
         return math.nan
-    return float(np.mean([by_step[step] for step in steps]))
+    return statistics.mean([by_step[step] for step in steps])
 
 
+@once_per_run
 def held_out_by_step(record: RunRecord) -> dict[int, float]:
     """Return the held-out loss by number of completed steps; empty without a held-out set."""
     held = record.held_out
     return {} if held is None else dict(zip(held.steps, held.loss, strict=True))
 
 
+@once_per_run
 def tail_evaluations(record: RunRecord, rule: DecisionRule) -> tuple[int, ...]:
     """Return the numbers of completed steps of the evaluations in the tail."""
     first = max(1, tail_start(record.num_steps, rule))
     return tuple(step for step in held_out_by_step(record) if step >= first)
 
 
+@once_per_run
 def head_loss(record: RunRecord, rule: DecisionRule) -> float:
     """Return the mean of the first training losses: a single first batch is too noisy."""
     count = max(rule.head_min_steps, math.ceil(rule.head_fraction * record.num_steps))
     losses = record.series.get("loss", ())[:count]
-    return float(np.mean(losses)) if losses else math.nan
+    return statistics.mean(losses)
 
 
 def endpoints_of(references: Sequence[RunRecord], rule: DecisionRule) -> tuple[Endpoint, ...]:
@@ -174,17 +183,19 @@ def _measure(references: Sequence[RunRecord], endpoint: Endpoint, rule: Decision
     learned, learned_sd = statistics.mean_sd(_shares(gains, starts))
     tail, _ = statistics.mean_sd([endpoint_tail(r, endpoint, rule) for r in references])
     sigma = _seed_sd(references, rule) if source == "held_out" else None
-    margin, term = _margin(
+    formula, term = _margin(
         progress=progress,
         tail=tail,
         sigma=sigma,
         loss_can_be_negative=_has_negative(references, endpoint),
-        user=rule.margin_train if endpoint == "train" else rule.margin_held_out,
         rule=rule,
     )
     held = references[0].held_out
+    unit = train_unit(references[0]) if endpoint == "train" or held is None else held.unit
+    own = _own_margin(parse_margin(rule.margin), unit=unit, progress=progress)
+    margin, term = (formula, term) if own is None else (own, "user")
     return Level(
-        unit=train_unit(references[0]) if endpoint == "train" or held is None else held.unit,
+        unit=unit,
         progress=progress,
         learned=learned,
         learned_se=None if learned_sd is None else learned_sd / math.sqrt(len(references)),
@@ -193,6 +204,7 @@ def _measure(references: Sequence[RunRecord], endpoint: Endpoint, rule: Decision
         sigma=sigma,
         margin=margin,
         margin_term=term,
+        formula_margin=formula,
     )
 
 
@@ -204,7 +216,7 @@ def _shares(gains: Sequence[float], starts: Sequence[float]) -> list[float]:
     """
     if all(start != 0 for start in starts):
         return [gain / abs(start) for gain, start in zip(gains, starts, strict=True)]
-    scale = float(np.mean(np.abs(starts))) or float(np.mean(np.abs(gains))) or 1.0
+    scale = statistics.mean(np.abs(starts)) or statistics.mean(np.abs(gains)) or 1.0
     return [gain / scale for gain in gains]
 
 
@@ -222,8 +234,13 @@ def _seed_sd(references: Sequence[RunRecord], rule: DecisionRule) -> float | Non
 
 def _has_negative(references: Sequence[RunRecord], endpoint: Endpoint) -> bool:
     if endpoint == "train":
-        return any(min(r.series["loss"], default=0.0) < 0 for r in references)
+        return any(_least_loss(r) < 0 for r in references)
     return any(min(held_out_by_step(r).values(), default=0.0) < 0 for r in references)
+
+
+@once_per_run
+def _least_loss(record: RunRecord) -> float:
+    return min(record.series["loss"], default=0.0)
 
 
 def _margin(
@@ -232,12 +249,9 @@ def _margin(
     tail: float,
     sigma: float | None,
     loss_can_be_negative: bool,
-    user: float | None,
     rule: DecisionRule,
 ) -> tuple[float, str]:
     """Return `min(max(min(progress*D, loss*L), seed_sd*sigma), cap*D)` and the term that set it."""
-    if user is not None:
-        return user, "user"
     if not progress > 0:
         return 0.0, "progress"
     margin, term = rule.margin_progress * progress, "progress"
@@ -248,3 +262,16 @@ def _margin(
     if margin > rule.margin_cap * progress:
         margin, term = rule.margin_cap * progress, "cap"
     return margin, term
+
+
+def _own_margin(user: UserMargin | None, *, unit: str, progress: float) -> float | None:
+    """Return the user's margin in an endpoint's unit; None where it says nothing about it.
+
+    A size in the loss's unit says nothing about a figure in own units, nor the other way round; a
+    share of what was learned serves every endpoint that learned something.
+    """
+    if user is None:
+        return None
+    if user.basis == "progress":
+        return user.size / 100 * progress if progress > 0 else None
+    return user.size if (user.basis == "own") == (unit == OWN_UNIT) else None

@@ -12,6 +12,7 @@ from harness.analysis.diagnostics import Diagnostics, diagnose, diagnostic_warni
 from harness.analysis.findings import Outcome, Reason
 from harness.analysis.gates import Comparison
 from harness.analysis.loss_scale_window import loss_scale_window
+from harness.analysis.methods import NON_INFERIORITY
 from harness.analysis.module_evidence import module_findings, sides
 from harness.analysis.module_warnings import (
     attention_growth,
@@ -98,11 +99,12 @@ def with_probe(
     """Return outcome and reasons after the probe has spoken.
 
     An acceptance that the probe contradicts is undecided, the probe's reasons first and the test
-    still visible. Any other outcome stands, with the probe's reasons as evidence.
+    still visible. Any other outcome stands, with the probe's reasons as evidence, and so does the
+    acceptance of a rival (`decision.method`), which knows no probe.
     """
     if probe is None or probe.passes:
         return outcome, deciding
-    if outcome != "accept":
+    if outcome != "accept" or rule.method != NON_INFERIORITY:
         return outcome, (*deciding, *probe_reasons(probe, rule, kind="warning"))
     return "inconclusive", (*probe_reasons(probe, rule, kind="test"), *deciding)
 

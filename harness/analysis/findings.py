@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from harness.analysis.probe_findings import LossScaleWindow, ModuleFinding, ProbeFindings
 
+if TYPE_CHECKING:
+    from harness.analysis.seed_plan import SeedPlan
+
 Outcome = Literal["accept", "reject", "inconclusive"]
 Endpoint = Literal["train", "held_out"]
+Stop = Literal["accepted", "rejected", "gate", "probe", "last_look", "unfinished", "went_on"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,7 @@ class Estimate:
         margin_term: Which term set it: `progress`, `loss`, `seed_sd`, `cap` or `user`.
         progress: D, what FP32 learned over the run.
         reference_loss: L, FP32's tail loss on this endpoint.
+        formula_margin: The margin that the formula gives, where the user set another.
     """
 
     unit: str
@@ -79,6 +84,7 @@ class Estimate:
     differences: tuple[float, ...]
     p_accept: float | None = None
     p_reject: float | None = None
+    formula_margin: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,56 @@ class Ratio:
     value: float
     ci_low: float | None = None
     ci_high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookSummary:
+    """What one look at a candidate's runs said, and whether it was the last.
+
+    Attributes:
+        index: Number of the look, from 1.
+        of: Looks of the plan.
+        pairs: Seeds that the look is over; fewer runs may exist where a gate ended it.
+        alpha: Level of the look.
+        settled: Whether the candidate needs no further runs because its verdict is known.
+        stop: Why nothing was looked at after it: `accepted`, `rejected`, `gate`, `probe` (the loss
+            passed, the probe did not, and more seeds do not answer that), `last_look` (undecided
+            to the end), `unfinished` (runs of this look or of the next are not there yet);
+            `went_on` for an earlier look that did not settle it.
+        sentence: The same for people.
+        intervals: Endpoint -> (low, mean, high) in margins: the ends that rejection and acceptance
+            test. NaN where there is no interval.
+    """
+
+    index: int
+    of: int
+    pairs: int
+    alpha: float
+    settled: bool
+    stop: Stop
+    sentence: str
+    intervals: dict[Endpoint, tuple[float, float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Savings:
+    """Runs that the plan made unnecessary, against running every policy on all its seeds.
+
+    Attributes:
+        runs: Runs not needed.
+        full_runs: Runs of the full plan.
+        seconds: Their time, from the wall time of the runs of the same policy; None without any.
+        full_seconds: Time of the full plan, counted likewise.
+        by_policy: Policy -> runs not needed; policies without are left out.
+        sentence: The same for people.
+    """
+
+    runs: int
+    full_runs: int
+    seconds: float | None
+    full_seconds: float | None
+    by_policy: dict[str, int]
+    sentence: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +176,17 @@ class Verdict:
         triage: `RunRecord.probes["triage"]` of the first seed in trouble: where it began.
         loss_scale_window: Which loss scales would have been safe in the candidate's format.
         memory_note: What most of the memory goes to, in one sentence.
+        look: The look that the verdict is of; None for a control.
+        looks: All looks up to it.
+        settle: What would settle an undecided verdict besides what is said above, a sentence each.
+        accepting_margins: Per endpoint, the margin above which these very runs would have been
+            accepted: the upper end of the interval, in the endpoint's unit. Only where the test
+            was undecided or rejected.
+        scope: What this verdict speaks for, as a phrase: steps, batch, device, seeds.
+        failure_rate_note: Why there is no `failure_rate_bound`, where there is none.
+        min_detectable_harm_note: Why an endpoint has no `min_detectable_harm`, where one has none.
+        fallback_of: The failed candidate that this policy was tried for automatically; None for a
+            policy that the grid asked for.
     """
 
     policy: str
@@ -153,6 +220,14 @@ class Verdict:
     triage: dict[str, Any] | None = None
     loss_scale_window: LossScaleWindow | None = None
     memory_note: str | None = None
+    look: LookSummary | None = None
+    looks: tuple[LookSummary, ...] = ()
+    settle: tuple[str, ...] = ()
+    accepting_margins: dict[Endpoint, float] = field(default_factory=dict)
+    scope: str = ""
+    failure_rate_note: str | None = None
+    min_detectable_harm_note: str | None = None
+    fallback_of: str | None = None
 
     @property
     def main_reason(self) -> Reason:
@@ -189,10 +264,12 @@ class ModelFindings:
             cpu; tf32 emulated".
         not_tested: Sentences on what this says nothing about.
         caveats: Reasons of kind `caveat` and `warning` that concern the whole model.
-        failed: A sentence when no verdict could be given (reference missing or crashed); the
-            exit code is then 1.
+        failed: A sentence when a verdict could not be given because the reference is missing or
+            crashed; the exit code is then 1. Verdicts that earlier looks had settled stand.
         profiles: Policy -> where the time of its steps goes: the fields of
             `runs.timing.record.Profile`.
+        plan: When candidates were judged; None in findings without verdicts of an older make.
+        savings: What stopping early saved; None in a fixed plan.
     """
 
     sweep_id: str
@@ -212,3 +289,12 @@ class ModelFindings:
     rule: dict[str, Any] = field(default_factory=dict)
     failed: str | None = None
     profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
+    plan: SeedPlan | None = None
+    savings: Savings | None = None
+
+    @property
+    def failed_line(self) -> str | None:
+        """`failed` as a line of its own; None where nothing failed."""
+        if self.failed is None:
+            return None
+        return f"{'Incomplete' if self.verdicts else 'No verdict'}: {self.failed}"

@@ -11,15 +11,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from harness.analysis import statistics
 from harness.analysis.endpoints import Level, held_out_by_step
 from harness.analysis.findings import Endpoint, Estimate, Outcome, Reason
+from harness.analysis.in_run_gates import collapse_of, divergence_rise, end_note, ended_early
+from harness.analysis.methods import NON_INFERIORITY
 from harness.analysis.pairing import Pair
 from harness.analysis.reference_gates import first_nonfinite, gate_reason, smoothed_end
 from harness.analysis.rule import DecisionRule
+from harness.analysis.run_memory import once_per_run
 from harness.analysis.wording import (
     ENDPOINT_NAMES,
-    in_margins,
     in_words,
     margin_basis,
     number,
@@ -91,18 +92,25 @@ def _crashed(c: Comparison, rule: DecisionRule) -> Reason | None:
 
 
 def _nonfinite(c: Comparison, rule: DecisionRule) -> Reason | None:
-    found = [(p, what) for p in c.pairs if (what := _first_nonfinite_of(p, c.policy))]
+    found = [
+        (pair, what)
+        for pair in c.pairs
+        if (what := _first_nonfinite_of(pair.candidate, pair.reference, c.policy))
+    ]
     if not found:
         return None
     pair, what = found[0]
     share = f"; {len(found)} of {len(c.pairs)} seeds" if len(c.pairs) > 1 else ""
     where = " on the same data" if pair.fault is None else ""
-    message = f"{what} (seed {pair.seed}{share}); FP32 stays finite{where}."
+    note = end_note(pair.candidate)
+    message = f"{what} (seed {pair.seed}{share}); FP32 stays finite{where}.{note}"
     return gate_reason("NONFINITE", message, float(len(found)), 0.0)
 
 
-def _first_nonfinite_of(pair: Pair, policy: PrecisionPolicy) -> str | None:
-    candidate, reference = pair.candidate, pair.reference
+@once_per_run
+def _first_nonfinite_of(
+    candidate: RunRecord, reference: RunRecord, policy: PrecisionPolicy
+) -> str | None:
     step = first_nonfinite(candidate.series.get("loss", ()))
     if step is not None:
         return f"The loss is not finite at step {step}"
@@ -124,19 +132,12 @@ def _first_nonfinite_of(pair: Pair, policy: PrecisionPolicy) -> str | None:
 
 
 def _loss_scale_collapse(c: Comparison, rule: DecisionRule) -> Reason | None:
-    kind = c.policy.loss_scale.kind
-    if kind == "none":
-        return None
     for pair in c.pairs:
-        scales = pair.candidate.series.get("loss_scale", ())
-        skips = statistics.longest_run(pair.candidate.series.get("skipped", ()))
-        if skips >= rule.max_consecutive_skips:
-            message = f"The loss scaler skipped {skips} steps in a row (seed {pair.seed})."
-            limit = float(rule.max_consecutive_skips)
-            return gate_reason("LOSS_SCALE_COLLAPSE", message, float(skips), limit)
-        if kind != "static" and scales and min(scales) < rule.min_loss_scale:
-            message = f"The loss scale fell to {number(min(scales))} (seed {pair.seed})."
-            return gate_reason("LOSS_SCALE_COLLAPSE", message, min(scales), rule.min_loss_scale)
+        found = collapse_of(pair.candidate, c.policy, rule)
+        if found is not None:
+            what, value, limit = found
+            message = f"{what} (seed {pair.seed}).{end_note(pair.candidate)}"
+            return gate_reason("LOSS_SCALE_COLLAPSE", message, value, limit)
     return None
 
 
@@ -156,11 +157,27 @@ def _diverged(c: Comparison, rule: DecisionRule) -> Reason | None:
                 f"{number(reference_end)}."
             )
             return gate_reason("DIVERGED", message, end, limit)
-    if any(pair.candidate.status == "diverged" for pair in c.pairs):
-        return gate_reason(
-            "DIVERGED", "The run ended itself as diverged; FP32's did not.", None, None
-        )
-    return None
+    ended = [
+        pair
+        for pair in c.pairs
+        if pair.candidate.status == "diverged" and not _told(pair, c.policy, rule)
+    ]
+    if not ended:
+        return None
+    message = "The run ended itself as diverged; FP32's did not."
+    early = ended_early(ended[0].candidate)
+    if early is not None:
+        message = f"Seed {ended[0].seed}: {early.why}; FP32 trains on. {early.note}"
+    return gate_reason("DIVERGED", message, None, None)
+
+
+def _told(pair: Pair, policy: PrecisionPolicy, rule: DecisionRule) -> bool:
+    """Return whether another gate tells why a run ended itself, with a loss that may be low."""
+    if collapse_of(pair.candidate, policy, rule) is not None:
+        return True
+    if ended_early(pair.candidate) is None:
+        return False
+    return _first_nonfinite_of(pair.candidate, pair.reference, policy) is not None
 
 
 def _divergence(record: RunRecord, level: Level, rule: DecisionRule) -> tuple[float, float]:
@@ -170,20 +187,37 @@ def _divergence(record: RunRecord, level: Level, rule: DecisionRule) -> tuple[fl
     diverged, it has not learned, and is grossly worse than FP32's.
     """
     end, lowest = smoothed_end(record, rule)
-    rise = max(rule.divergence_margins * level.margin, rule.divergence_progress * level.progress)
-    return end, lowest + rise
+    return end, lowest + divergence_rise(level, rule)
 
 
 def _gross_degradation(c: Comparison, rule: DecisionRule) -> Reason | None:
     for endpoint, e in c.estimates.items():
-        factor = rule.gross_margins if e.num_pairs > 1 else rule.gross_margins_single
         if not e.differences or not e.margin > 0:
             continue
         least = math.nan if any(map(math.isnan, e.differences)) else min(e.differences)
-        if in_margins(least, e.margin) > factor:
+        limit, spread_known = _gross_limit(endpoint, e, c.levels, rule)
+        # Without FP32's spread over seeds the differences' own must not explain them either.
+        beyond_luck = spread_known or (e.ci_low is not None and e.ci_low > 0)
+        if least > limit and (e.num_pairs == 1 or beyond_luck):
             message = _gross_message(endpoint, e, least, rule)
-            return gate_reason("GROSS_DEGRADATION", message, least, factor * e.margin)
+            return gate_reason("GROSS_DEGRADATION", message, least, limit)
     return None
+
+
+def _gross_limit(
+    endpoint: Endpoint, e: Estimate, levels: Mapping[Endpoint, Level], rule: DecisionRule
+) -> tuple[float, bool]:
+    """Return what every difference must exceed to be gross, and whether seed luck is in it.
+
+    Several margins, or several times the seed luck that a margin allows for. A margin may lie far
+    below that luck (the cap, or one of the user's own); in a chaotic training every one of three
+    harmless differences then exceeds several margins in up to one experiment of eight.
+    """
+    factor = rule.gross_margins if e.num_pairs > 1 else rule.gross_margins_single
+    level = levels.get(endpoint)
+    sigma = level.sigma if level is not None else None
+    luck = rule.margin_seed_sd * sigma if sigma is not None else 0.0
+    return factor * max(e.margin, luck), sigma is not None
 
 
 def _gross_message(endpoint: Endpoint, e: Estimate, least: float, rule: DecisionRule) -> str:
@@ -249,6 +283,8 @@ FAILURE_GATES: tuple[tuple[Gate, Outcome], ...] = (
     (_gross_degradation, "reject"),
     (_run_missing, "inconclusive"),
 )
+# Where a rival decides, what a failure is is its own affair.
+RIVAL_GATES: tuple[tuple[Gate, Outcome], ...] = ((_run_missing, "inconclusive"),)
 
 
 def apply_gates(
@@ -267,7 +303,8 @@ def apply_gates(
     hits += _reference_hit(unstable)
     hits += _fired(CRASH_GATES, comparison, rule)
     hits += _reference_hit(not_learning)
-    hits += _fired(FAILURE_GATES, comparison, rule)
+    ours = rule.method == NON_INFERIORITY
+    hits += _fired(FAILURE_GATES if ours else RIVAL_GATES, comparison, rule)
     return tuple(hits)
 
 
@@ -284,10 +321,10 @@ def _reference_hit(reason: Reason | None) -> list[Hit]:
 
 def _whole(pairs: Iterable[Pair]) -> list[Pair]:
     """Return the pairs whose candidate has a finite loss at every step."""
-    return [
-        pair
-        for pair in pairs
-        if pair.fault is None
-        and len(losses := pair.candidate.series.get("loss", ())) == pair.candidate.num_steps
-        and first_nonfinite(losses) is None
-    ]
+    return [pair for pair in pairs if pair.fault is None and _is_whole(pair.candidate)]
+
+
+@once_per_run
+def _is_whole(record: RunRecord) -> bool:
+    losses = record.series.get("loss", ())
+    return len(losses) == record.num_steps and first_nonfinite(losses) is None

@@ -10,7 +10,15 @@ from harness.analysis.findings import Endpoint, Estimate, Reason, Verdict, cavea
 from harness.analysis.module_warnings import triage_warning
 from harness.analysis.probe_findings import ProbeFindings
 from harness.analysis.rule import DecisionRule
-from harness.analysis.wording import ENDPOINT_NAMES, in_margins, in_words, number, percent
+from harness.analysis.user_margin import parse_margin
+from harness.analysis.wording import (
+    ENDPOINT_NAMES,
+    in_margins,
+    in_words,
+    listing,
+    number,
+    percent,
+)
 from harness.runs.record import RunRecord
 
 
@@ -23,6 +31,7 @@ def model_cautions(
     found = [_near_zero(endpoint, level, rule) for endpoint, level in levels.items()]
     found += [_held_out(references, levels, rule), _tail_short(references[0], rule)]
     found += [_lr_floor(references[0], rule), _not_fp32(references[0])]
+    found += [_user_margin(levels, rule)]
     return tuple(reason for reason in found if reason is not None)
 
 
@@ -61,6 +70,32 @@ def reference_triage(unstable: Sequence[RunRecord]) -> tuple[Reason, ...]:
     if reason is None:
         return ()
     return (warning("TRIAGE", f"In the FP32 reference itself: {reason.message}"),)
+
+
+def _user_margin(levels: Mapping[Endpoint, Level], rule: DecisionRule) -> Reason | None:
+    """Say that the margin is the user's, beside what the formula gives, and where it is not used.
+
+    A size in one unit leaves an endpoint in another to the formula, as does a share of nothing.
+    """
+    user = parse_margin(rule.margin)
+    if user is None:
+        return None
+    texts: dict[str, list[str]] = {}
+    for endpoint, level in levels.items():
+        own = level.margin_term == "user"
+        formula = f"{number(level.formula_margin)} {level.unit}"
+        text = f"{number(level.margin)} {level.unit} (formula: {formula})"
+        texts.setdefault(text if own else f"the formula's {formula}", []).append(
+            ENDPOINT_NAMES[endpoint]
+        )
+    if all(level.margin_term == "user" for level in levels.values()) and len(texts) == 1:
+        return caveat("USER_MARGIN", f"The margin is yours: {next(iter(texts))}.")
+    lines = "; ".join(f"{listing(names)}: {text}" for text, names in texts.items())
+    return caveat("USER_MARGIN", f"decision.margin={user.text} is yours. {_capital(lines)}.")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _near_zero(endpoint: Endpoint, level: Level, rule: DecisionRule) -> Reason | None:

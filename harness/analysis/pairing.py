@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.analysis.run_memory import once_per_run
 from harness.runs.record import RunRecord
 
 
@@ -38,6 +39,7 @@ def make_pair(candidate: RunRecord, reference: RunRecord) -> Pair:
     )
 
 
+@once_per_run
 def pairing_fault(candidate: RunRecord, reference: RunRecord) -> str | None:
     """Return what differed first between two runs, or None for a pair.
 

@@ -9,10 +9,12 @@ from harness.analysis import statistics
 from harness.analysis.endpoints import Level, head_loss, held_out_by_step
 from harness.analysis.findings import Endpoint, Reason
 from harness.analysis.rule import DecisionRule
+from harness.analysis.run_memory import once_per_run
 from harness.analysis.wording import ENDPOINT_NAMES, number
 from harness.runs.record import RunRecord
 
 
+@once_per_run
 def unstable_reason(record: RunRecord, rule: DecisionRule) -> str | None:
     """Return why an FP32 run cannot serve as a reference (non-finite or diverged), or None."""
     losses = record.series.get("loss", ())
@@ -79,6 +81,7 @@ def reference_not_learning(levels: Mapping[Endpoint, Level], rule: DecisionRule)
     return None
 
 
+@once_per_run
 def smoothed_end(record: RunRecord, rule: DecisionRule) -> tuple[float, float]:
     """Return the smoothed loss over the end of the run (mean) and its minimum over the run."""
     smoothed = statistics.exponential_average(record.series["loss"], decay=rule.ema_decay)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from harness.analysis.findings import Verdict
 from harness.analysis.loss_scale_window import safe_scales
 from harness.precision.directions import split_direction
 from harness.precision.module_names import ROOT, matches
+from harness.precision.policy import LossScaleSettings
 
 FP32_PARTS = ("fp32_ops", "fp32_modules", "fp32_selectors")
 _CRASHES = frozenset({"CRASHED", "NOT_EXPRESSIBLE"})
@@ -24,13 +28,17 @@ class Remedy:
     """What to do, and the policies that do it (None: it is not a policy).
 
     `only_if_tried`: a guess, worth naming only if the grid has tried it. `by_format`: the number
-    format is to do it, so that it is refuted if only more parts in FP32 make it work.
+    format is to do it, so that it is refuted if only more parts in FP32 make it work. `changes`:
+    the fields of the candidate's policy with which it does it, and `suffix` what its name then gets
+    appended; empty where what to change is not known.
     """
 
     text: str
     does_it: Callable[[Verdict], bool] | None = None
     only_if_tried: bool = False
     by_format: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    suffix: str = ""
 
 
 def remedies(verdict: Verdict, *, flushed_limit: float) -> list[Remedy]:
@@ -48,7 +56,8 @@ def remedies(verdict: Verdict, *, flushed_limit: float) -> list[Remedy]:
     if codes & _CRASHES:
         return [_BF16, _SAME_FORMAT_UNSCALED]
     if content["clip_before_unscale"]:
-        return [Remedy(text="clipping after unscaling")]
+        changes = {"clip_before_unscale": False}
+        return [Remedy(text="clipping after unscaling", changes=changes, suffix="clip_unscaled")]
     if content["param_format"] != "fp32" and (codes & _STALLS or not codes & _OVERFLOWS):
         return [_fp32_weights(fmt), _stochastic(verdict)]
     if "INTEGERS_ROUNDED" in codes:
@@ -111,7 +120,16 @@ def _runs_in(fmt: str, *, scaled: bool | None = None) -> Callable[[Verdict], boo
 
 def _fp32_weights(fmt: str) -> Remedy:
     text = "FP32 weights under the same arithmetic"
-    return Remedy(text=text, does_it=_runs_in(fmt), by_format=True)
+    changes = {**_FP32_STORAGE, **_OWN_FP32_LIST}
+    if fmt == "fp16":
+        changes |= {"loss_scale": _DYNAMIC}
+    return Remedy(
+        text=text,
+        does_it=_runs_in(fmt),
+        by_format=True,
+        changes=changes,
+        suffix="fp32_weights",
+    )
 
 
 def _stochastic(plain: Verdict) -> Remedy:
@@ -124,12 +142,23 @@ def _stochastic(plain: Verdict) -> Remedy:
         )
 
     rounded = does_it(plain)
-    return Remedy(text="stochastic rounding of the weights", does_it=does_it, only_if_tried=rounded)
+    return Remedy(
+        text="stochastic rounding of the weights",
+        does_it=does_it,
+        only_if_tried=rounded,
+        changes={"weight_rounding": "stochastic"},
+        suffix="stochastic",
+    )
 
 
 def _autocast(fmt: str) -> Remedy:
-    text = f"autocast's own FP32 list for {fmt.upper()}"
-    return Remedy(text=text, does_it=_runs_in(fmt), by_format=True)
+    return Remedy(
+        text=f"autocast's own FP32 list for {fmt.upper()}",
+        does_it=_runs_in(fmt),
+        by_format=True,
+        changes={**_FP32_STORAGE, **_OWN_FP32_LIST},
+        suffix="autocast",
+    )
 
 
 def _named(verdict: Verdict) -> list[Remedy]:
@@ -146,10 +175,16 @@ def _named(verdict: Verdict) -> list[Remedy]:
             and any(_covers(str(entry), module) for entry in content["fp32_modules"])
         )
 
-    kept = ",".join(map(str, [*verdict.policy_content["fp32_modules"], module]))
-    setting = f"policy={verdict.policy} policy.fp32_modules=[{kept}]"
-    text = f"keeping `{module}` in FP32 ({setting})"
-    return [Remedy(text=text, does_it=does_it)]
+    kept = [*map(str, verdict.policy_content["fp32_modules"]), module]
+    setting = f"policy={verdict.policy} policy.fp32_modules=[{','.join(kept)}]"
+    return [
+        Remedy(
+            text=f"keeping `{module}` in FP32 ({setting})",
+            does_it=does_it,
+            changes={"fp32_modules": kept},
+            suffix=f"keep_{_WORD_BREAKS.sub('_', module).strip('_')}",
+        )
+    ]
 
 
 def _covers(entry: str, module: str) -> bool:
@@ -177,14 +212,45 @@ def _keep_module(verdict: Verdict) -> Remedy:
 
 def _scaled(verdict: Verdict) -> Remedy:
     scales = safe_scales([verdict.loss_scale_window])
-    text = "loss scaling" if scales is None else f"loss scaling (safe: {scales})"
-    return Remedy(text=text, does_it=_runs_in("fp16", scaled=True), by_format=True)
+    return Remedy(
+        text="loss scaling" if scales is None else f"loss scaling (safe: {scales})",
+        does_it=_runs_in("fp16", scaled=True),
+        by_format=True,
+        changes={"loss_scale": _DYNAMIC, **_FP32_STORAGE, **_OWN_FP32_LIST},
+        suffix="with_scaler",
+    )
 
 
+_WORD_BREAKS = re.compile("[^A-Za-z0-9]+")
+_UNSCALED = dataclasses.asdict(LossScaleSettings())
+_DYNAMIC = dataclasses.asdict(LossScaleSettings(kind="dynamic"))
+_FP32_STORAGE = {"param_format": "fp32", "weight_rounding": "nearest"}
+_OWN_FP32_LIST: dict[str, Any] = {"low_precision_ops": []}
+# Fields that mean something in an emulated format only.
+_NOT_EMULATED = {
+    "gradient_format": "",
+    "rounding": "nearest",
+    "operand_scaling": "none",
+    "round_results": False,
+}
 _INTEGERS = Remedy(text="carrying those whole numbers in FP32 up to where they are used")
-_BF16 = Remedy(text="BF16, which has FP32's range", does_it=_runs_in("bf16"), by_format=True)
+_BF16 = Remedy(
+    text="BF16, which has FP32's range",
+    does_it=_runs_in("bf16"),
+    by_format=True,
+    changes={
+        "compute_format": "bf16",
+        "loss_scale": _UNSCALED,
+        **_FP32_STORAGE,
+        **_OWN_FP32_LIST,
+        **_NOT_EMULATED,
+    },
+    suffix="in_bf16",
+)
 _SAME_FORMAT_UNSCALED = Remedy(
     text="the same format without a loss scaler",
     does_it=_runs_in("fp16", scaled=False),
     by_format=True,
+    changes={"loss_scale": _UNSCALED},
+    suffix="without_scaler",
 )

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from harness.analysis.methods import METHODS
+from harness.analysis.user_margin import parse_margin
+from harness.analysis.wording import number_below
 
 _Range = tuple[str, Callable[[float], bool]]
 
@@ -48,7 +53,13 @@ _SPECIAL_RANGES: dict[str, _Range] = {
     "module_error_roundoffs": _ABOVE_ONE,
     "attention_logit_factor": _ABOVE_ONE,
     "concentration": _ABOVE_ONE,
+    "seeds": _AT_LEAST_ONE,
+    "looks": _AT_LEAST_ONE,
+    "look_alphas": ("in (0, 0.5)", lambda x: 0 < x < 0.5),
 }
+# Nobody trains more pairs than this, and a slip of the keyboard would expand into as many runs.
+_MOST_PAIRS = 1000
+_SEQUENCES: dict[str, str] = {"looks": "[3,5,8]", "look_alphas": "[0.02,0.015,0.015]"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +78,13 @@ class DecisionRule:
     max_pairs: int = 8
     forecast_limit: int = 50
 
+    seeds: int | None = None
+    looks: tuple[int, ...] = (3, 5, 8)
+    look_alphas: tuple[float, ...] = (0.02, 0.015, 0.015)
+    always_valid: bool = False
+    method: str = "non_inferiority"
+    try_fallback: bool = False
+
     tail_divisor: int = 3
     min_tail_steps: int = 30
     head_fraction: float = 0.02
@@ -76,8 +94,7 @@ class DecisionRule:
     margin_loss: float = 0.02
     margin_seed_sd: float = 0.5
     margin_cap: float = 0.05
-    margin_train: float | None = None
-    margin_held_out: float | None = None
+    margin: float | str | None = None
     near_zero_loss: float = 0.05
 
     unstable_seed_divisor: int = 3
@@ -94,6 +111,8 @@ class DecisionRule:
     divergence_progress: float = 0.25
     gross_margins: float = 3.0
     gross_margins_single: float = 10.0
+    end_early: bool = True
+    hopeless_progress: float = 2.0
 
     step0_tolerance_16bit: float = 2.0**-5
     step0_tolerance_tf32: float = 2.0**-9
@@ -137,6 +156,12 @@ class DecisionRule:
     def __post_init__(self) -> None:
         for rule_field in dataclasses.fields(self):
             _check(rule_field.name, getattr(self, rule_field.name), str(rule_field.type))
+        parse_margin(self.margin)
+        _check_looks(self)
+        if self.method not in METHODS:
+            raise ValueError(
+                f"decision.method={self.method!r} is not allowed; allowed: {', '.join(METHODS)}"
+            )
         if self.max_pairs < self.min_pairs:
             raise ValueError(
                 f"decision.max_pairs={self.max_pairs} is not allowed; "
@@ -157,20 +182,56 @@ class DecisionRule:
                 close = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"; did you mean decision.{close[0]}?" if close else ""
                 raise ValueError(f"decision.{key} does not exist{hint}")
-        return cls(**dict(data))
+        values: dict[str, Any] = {
+            key: tuple(value) if key in _SEQUENCES and isinstance(value, list) else value
+            for key, value in data.items()
+        }
+        return cls(**values)
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return every constant by name, as plain data."""
-        return dataclasses.asdict(self)
+        """Return every constant by name, as plain data (sequences as lists)."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(self).items()
+        }
+
+
+def _check_looks(rule: DecisionRule) -> None:
+    looks = list(rule.looks)
+    increasing = all(a < b for a, b in itertools.pairwise(looks))
+    if not looks or not increasing or looks[0] < rule.min_pairs or looks[-1] > _MOST_PAIRS:
+        raise ValueError(
+            f"decision.looks={looks} is not allowed; allowed: increasing numbers of pairs, "
+            f"the first >= decision.min_pairs={rule.min_pairs}, the last <= {_MOST_PAIRS}"
+        )
+    if len(rule.look_alphas) != len(looks):
+        each = number_below(rule.alpha / len(looks))
+        raise ValueError(
+            f"decision.look_alphas={list(rule.look_alphas)} is not allowed; allowed: one level "
+            f"for each of decision.looks={looks}, e.g. "
+            f"decision.look_alphas=[{','.join([each] * len(looks))}]"
+        )
 
 
 def _check(name: str, value: Any, annotation: str) -> None:
-    if value is None and "None" in annotation:
+    if (value is None and "None" in annotation) or name == "margin":
         return
+    if name in _SEQUENCES:
+        if not isinstance(value, tuple):
+            raise ValueError(
+                f"decision.{name}={value!r} is not allowed; allowed: a list like {_SEQUENCES[name]}"
+            )
+        for item in value:
+            _check_item(name, item, annotation.removeprefix("tuple[").split(",")[0])
+        return
+    _check_item(name, value, annotation)
+
+
+def _check_item(name: str, value: Any, annotation: str) -> None:
     wanted, types = _expected(annotation)
     if not isinstance(value, types) or isinstance(value, bool) != (annotation == "bool"):
         raise ValueError(f"decision.{name}={value!r} is not allowed; allowed: {wanted}")
-    if isinstance(value, bool):
+    if isinstance(value, (bool, str)):
         return
     text, holds = _SPECIAL_RANGES.get(name, _POSITIVE)
     if not (math.isfinite(value) and holds(value)):
@@ -180,6 +241,8 @@ def _check(name: str, value: Any, annotation: str) -> None:
 def _expected(annotation: str) -> tuple[str, Any]:
     if annotation == "bool":
         return "true or false", (bool,)
-    if annotation == "int":
+    if annotation == "str":
+        return "a name", (str,)
+    if annotation.startswith("int"):
         return "a whole number", (int,)
     return "a number", (int, float)

@@ -36,11 +36,19 @@ def t_quantile(probability: float, df: int) -> float:
     return float(stdtrit(df, probability))
 
 
-def t_tail(x: float, df: int) -> float:
+def t_tail(x: float, df: float) -> float:
     """Return P(T > x) of Student's t with `df` degrees of freedom; NaN for NaN."""
     from scipy.special import stdtr
 
     return float(stdtr(df, -x))
+
+
+def mean(values: Sequence[float] | FloatArray) -> float:
+    """Return the mean; NaN of none, of a NaN, and of infinities of both signs."""
+    if not len(values):
+        return math.nan
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.mean(np.asarray(values, dtype=np.float64)))
 
 
 def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
@@ -53,12 +61,15 @@ def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
         return math.nan, None
     if len(values) > 1 and all(value == values[0] for value in values):
         return float(values[0]), 0.0
-    array = np.asarray(values, dtype=np.float64)
-    mean = float(array.mean())
-    return mean, float(array.std(ddof=1)) if len(values) > 1 else None
+    spread = None
+    if len(values) > 1:
+        # Of an infinite loss there is none, and that of a huge one overflows: no warnings of numpy.
+        with np.errstate(invalid="ignore", over="ignore"):
+            spread = float(np.std(np.asarray(values, dtype=np.float64), ddof=1))
+    return mean(values), spread
 
 
-def tail_probability(distance: float, standard_error: float, df: int) -> float:
+def tail_probability(distance: float, standard_error: float, df: float) -> float:
     """Return P(T > distance / standard_error): the p-value of a one-sided t test.
 
     A standard error of 0 gives 0 for a positive distance and 1 otherwise, so that bitwise equal
@@ -67,6 +78,49 @@ def tail_probability(distance: float, standard_error: float, df: int) -> float:
     if standard_error == 0:
         return math.nan if math.isnan(distance) else float(distance <= 0)
     return t_tail(distance / standard_error, df)
+
+
+def always_valid_quantile(num_pairs: int, two_sided: float, *, g: float = 50.0) -> float:
+    """Return how many standard errors a confidence sequence reaches at `num_pairs` pairs.
+
+    The intervals `mean +- quantile * s/sqrt(n)` hold at all n at once with probability of at least
+    `1 - two_sided`, so one may look after every pair. With `a = 1 + g*n`:
+    `R = (a / two_sided^2)^(1/n)`, quantile `sqrt((n-1) * (R-1) / (1 - R/a))`, infinite where
+    `R >= a` (too few pairs for this level).
+
+    Args:
+        num_pairs: n, at least 2.
+        two_sided: Level, in (0, 1); a one-sided use at level alpha passes twice alpha.
+        g: Variance of the Gaussian mixture over the mean, in units of the variance of one pair.
+
+    Source: inverted from the t-martingale with right-Haar prior on the scale and Gaussian mixture
+    on the mean of Wang and Ramdas, Anytime-valid t-tests and confidence sequences for Gaussian
+    means with unknown variance (arXiv 2310.03722).
+    """
+    a = 1 + g * num_pairs
+    ratio = (a / two_sided**2) ** (1 / num_pairs)
+    if ratio >= a:
+        return math.inf
+    return math.sqrt((num_pairs - 1) * (ratio - 1) / (1 - ratio / a))
+
+
+def always_valid_p(distance: float, standard_error: float, num_pairs: int) -> float:
+    """Return the one-sided p-value whose quantile is `distance / standard_error`.
+
+    The inverse of `always_valid_quantile`: half the two-sided level, at most 1, and 1 for a
+    distance that is not positive. A standard error of 0 gives the least p that `num_pairs` reach.
+    """
+    if math.isnan(distance) or math.isnan(standard_error):
+        return math.nan
+    if distance <= 0:
+        return 1.0
+    a = 1 + 50.0 * num_pairs
+    if standard_error == 0:
+        ratio = a
+    else:
+        squared = (distance / standard_error) ** 2 / (num_pairs - 1)
+        ratio = (1 + squared) / (1 + squared / a)
+    return min(1.0, 0.5 * math.sqrt(a / ratio**num_pairs))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -94,7 +148,14 @@ def failure_rate_bound(num_runs: int, *, level: float = 0.05) -> float:
 
 
 def pairs_needed(
-    *, distance: float, sd: float, num_pairs: int, alpha: float, power: float, limit: int
+    *,
+    distance: float,
+    sd: float,
+    num_pairs: int,
+    alpha: float,
+    power: float,
+    limit: int,
+    always_valid: bool = False,
 ) -> int | None:
     """Return the smallest number of pairs, above `num_pairs`, that should settle a one-sided test.
 
@@ -108,15 +169,43 @@ def pairs_needed(
         alpha: Level of the test.
         power: Wanted probability of settling it.
         limit: Largest n' looked at.
+        always_valid: Whether the test is the always-valid one, whose quantile takes the place of
+            `t(n'-1, 1-alpha)`.
 
     Returns:
         None if no n' up to `limit` is enough, or an argument is NaN.
     """
     for pairs in range(max(num_pairs + 1, 2), limit + 1):
-        width = t_quantile(1 - alpha, pairs - 1) + t_quantile(power, pairs - 1)
-        if width * sd / math.sqrt(pairs) <= distance:
+        error = sd / math.sqrt(pairs)
+        if (
+            detectable(error, pairs, alpha=alpha, power=power, always_valid=always_valid)
+            <= distance
+        ):
             return pairs
     return None
+
+
+def detectable(
+    standard_error: float, num_pairs: int, *, alpha: float, power: float, always_valid: bool = False
+) -> float:
+    """Return the distance from a margin that a one-sided test finds with probability `power`.
+
+    `(quantile of the test + t(n-1, power)) * standard_error`; a standard error of 0 gives 0.
+    """
+    if standard_error == 0:
+        return 0.0
+    quantile = one_sided_quantile(alpha, num_pairs, always_valid=always_valid)
+    return (quantile + t_quantile(power, num_pairs - 1)) * standard_error
+
+
+def one_sided_quantile(alpha: float, num_pairs: int, *, always_valid: bool) -> float:
+    """Return how many standard errors a one-sided interval at level `alpha` reaches.
+
+    Student's t, or the always-valid quantile at twice `alpha`.
+    """
+    if always_valid:
+        return always_valid_quantile(num_pairs, 2 * alpha)
+    return t_quantile(1 - alpha, num_pairs - 1)
 
 
 def exponential_average(values: Sequence[float], *, decay: float) -> FloatArray:
@@ -133,10 +222,10 @@ def exponential_average(values: Sequence[float], *, decay: float) -> FloatArray:
 
 
 def slope(values: Sequence[float] | FloatArray) -> float:
-    """Return the least-squares slope per step; NaN for fewer than two values."""
-    if len(values) < 2:
-        return math.nan
+    """Return the least-squares slope per step; NaN for fewer than two values or one not finite."""
     y = np.asarray(values, dtype=np.float64)
+    if len(y) < 2 or not np.isfinite(y).all():
+        return math.nan
     x = np.arange(len(y), dtype=np.float64)
     x -= x.mean()
     return float(x @ (y - y.mean()) / (x @ x))

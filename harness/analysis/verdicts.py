@@ -11,24 +11,26 @@ from typing import Literal
 import numpy as np
 
 from harness.analysis import statistics
+from harness.analysis.ahead import Ahead, look_ahead
 from harness.analysis.cautions import candidate_caveats, candidate_warnings
 from harness.analysis.decision import TestResult, estimate, non_inferiority
 from harness.analysis.endpoints import Level, paired_difference, tail_start
-from harness.analysis.explanation import Explanation, explain, name_guilty, with_probe
+from harness.analysis.explanation import explain, name_guilty, with_probe
 from harness.analysis.findings import Endpoint, Estimate, Ratio, Reason, Verdict
-from harness.analysis.forecast import (
-    Forecast,
-    forecast,
-    lean_of,
-    min_detectable_harm,
-    settle_command,
-)
+from harness.analysis.forecast import lean_of, min_detectable_harm
 from harness.analysis.gates import Comparison, Hit, apply_gates, logged_in_low_precision
+from harness.analysis.methods import NON_INFERIORITY
 from harness.analysis.pairing import Pair, make_pair
+from harness.analysis.rival_method import rival_of, rival_test
 from harness.analysis.rule import DecisionRule
+from harness.analysis.scope import verdict_scope
+from harness.analysis.setting import Setting
+from harness.analysis.settling import accepting_margins
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
 from harness.runs.same_point.record import SamePointRecord
+
+__all__ = ["Reference", "Setting", "compare", "judge"]
 
 _FAILURES = ("CRASHED", "NOT_EXPRESSIBLE", "NONFINITE", "LOSS_SCALE_COLLAPSE", "DIVERGED")
 _CONTROL = Reason(
@@ -55,15 +57,6 @@ class Reference:
     levels: Mapping[Endpoint, Level]
     unstable_reason: Reason | None
     not_learning_reason: Reason | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What is the same for all verdicts of a model."""
-
-    seeds: tuple[int, ...]
-    command: str
-    rule: DecisionRule
 
 
 def compare(
@@ -116,10 +109,10 @@ def judge(
         rule=rule,
     )
     estimates = comparison.estimates
-    test = non_inferiority(estimates, rule=rule)
+    test = _test(comparison, setting)
     is_control = comparison.policy.is_control
     explanation = explain(comparison, None if is_control else same_point, rule)
-    ahead = _ahead(hits, test, explanation, estimates, rule)
+    ahead = look_ahead(hits, test, explanation, estimates, setting)
     outcome, deciding = with_probe(
         hits[0].outcome if hits else test.outcome,
         _deciding(hits, test, ahead),
@@ -144,6 +137,10 @@ def judge(
     guilty, why = (None, None)
     if in_trouble and not is_control:
         guilty, why = name_guilty(comparison, explanation, rule)
+    harms = _detectable(estimates, rule)
+    margins = accepting_margins(estimates) if rule.method == NON_INFERIORITY else {}
+    if rule.familywise:  # acceptance then rests on the other candidates' p as well
+        margins = {}
     return Verdict(
         policy=comparison.policy.name,
         policy_content=comparison.policy.content(),
@@ -157,14 +154,14 @@ def judge(
         peak_memory_ratio=_memory_ratio(sound),
         extra_seeds=ahead.extra_seeds,
         extra_seeds_reason=ahead.reason,
-        settle_command=None
-        if ahead.extra_seeds is None or is_control
-        else settle_command(setting.command, seeds=setting.seeds, extra=ahead.extra_seeds),
+        settle_command=None if is_control else ahead.command,
         lean=lean_of(estimates, probe_fails=bool(explanation.probe and explanation.probe.failing)),
         failure_rate_bound=statistics.failure_rate_bound(len(sound))
         if sound and not failures
         else None,
-        min_detectable_harm=_detectable(estimates, rule),
+        failure_rate_note=_failure_rate_note(len(sound), failures),
+        min_detectable_harm=harms,
+        min_detectable_harm_note=_harm_note(estimates, harms, rule),
         lag_steps=_lag_steps(comparison, rule),
         p_accept=test.p_accept,
         p_reject=test.p_reject,
@@ -177,41 +174,52 @@ def judge(
         triage=explanation.triage,
         loss_scale_window=explanation.window,
         memory_note=explanation.memory_note,
+        settle=() if is_control else ahead.sentences,
+        accepting_margins={} if hits or is_control or test.outcome == "accept" else margins,
+        scope=verdict_scope(comparison.runs),
     )
 
 
-def _ahead(
-    hits: Sequence[Hit],
-    test: TestResult,
-    explanation: Explanation,
-    estimates: Mapping[Endpoint, Estimate],
-    rule: DecisionRule,
-) -> Forecast:
-    """Return what would settle the verdict: seeds, unless the probe forbids an acceptance.
-
-    Where the means lie inside the margins, more seeds could only lead to the acceptance that the
-    probe turns into an undecided verdict; too few seeds for a test say nothing yet.
-    """
-    if hits:
-        return Forecast(extra_seeds=None)
-    probe = explanation.probe
-    failing = probe.failing if probe is not None else ()
-    if failing and (test.outcome == "accept" or _only_acceptance_ahead(test, estimates)):
-        return Forecast(extra_seeds=None, reason=failing[0])
-    if test.outcome != "inconclusive":
-        return Forecast(extra_seeds=None)
-    return forecast(estimates, rule)
-
-
-def _only_acceptance_ahead(test: TestResult, estimates: Mapping[Endpoint, Estimate]) -> bool:
-    return test.reason.code == "CI_SPANS_MARGIN" and lean_of(estimates) == "acceptable"
+def _test(comparison: Comparison, setting: Setting) -> TestResult:
+    """Return what the rule that decides says of a comparison that no gate has decided."""
+    rival = rival_of(setting.rule)
+    if rival is None:
+        return non_inferiority(comparison.estimates, rule=setting.rule)
+    return rival_test(rival, comparison.pairs, twins=setting.twins, rule=setting.rule)
 
 
 def _detectable(
     estimates: Mapping[Endpoint, Estimate], rule: DecisionRule
 ) -> dict[Endpoint, float]:
+    if rule.method != NON_INFERIORITY:
+        return {}
     harms = {k: min_detectable_harm(e, rule) for k, e in estimates.items()}
-    return {k: harm for k, harm in harms.items() if harm is not None}
+    return {k: harm for k, harm in harms.items() if harm is not None and math.isfinite(harm)}
+
+
+def _harm_note(
+    estimates: Mapping[Endpoint, Estimate], harms: Mapping[Endpoint, float], rule: DecisionRule
+) -> str | None:
+    """Return why an endpoint has no smallest harm that would have been rejected, or None."""
+    if not estimates:
+        return "There is no pair of runs to estimate from."
+    if rule.method != NON_INFERIORITY:
+        return f"The rule {rule.method} does not say which harm it would have seen."
+    lacking = next((e for endpoint, e in estimates.items() if endpoint not in harms), None)
+    if lacking is None:
+        return None
+    if lacking.num_pairs < rule.min_pairs:
+        return f"The test needs {rule.min_pairs} pairs of runs; fewer show only gross failures."
+    if lacking.sd is None:
+        return "A difference is not a number, so the runs have no spread to judge by."
+    return "At this level so few pairs reject no harm, however large."
+
+
+def _failure_rate_note(num_sound: int, failures: int) -> str | None:
+    """Return why there is no bound on the failure rate, or None."""
+    if failures:
+        return "A run failed: the failure rate is not zero, and so few runs do not measure it."
+    return None if num_sound else "There is no pair of runs to count failures in."
 
 
 def _estimates(
@@ -234,25 +242,20 @@ def _estimates(
             reference_loss=level.tail,
             num_endpoints=len(levels),
             rule=rule,
+            formula_margin=level.formula_margin if level.margin_term == "user" else None,
         )
         for endpoint, level in levels.items()
         if sound
     }
 
 
-def _deciding(hits: Sequence[Hit], test: TestResult, ahead: Forecast) -> tuple[Reason, ...]:
+def _deciding(hits: Sequence[Hit], test: TestResult, ahead: Ahead) -> tuple[Reason, ...]:
     """Return the reasons that decide, first the one that did."""
     reasons = tuple(hit.reason for hit in hits)
     # The test adds nothing to a comparison that a gate has declared void.
     if not hits or (hits[0].outcome == "reject" and test.outcome == "reject"):
         reasons += (test.reason,)
-    if ahead.reason == "UNRESOLVABLE_AT_NMAX":
-        message = (
-            "No affordable number of further seeds should settle this: a larger held-out set, a "
-            "longer run or a wider margin would."
-        )
-        reasons += (Reason(code=ahead.reason, message=message, kind="test"),)
-    return reasons
+    return reasons if ahead.unresolvable is None else (*reasons, ahead.unresolvable)
 
 
 def _dropped(comparison: Comparison, reference: Reference) -> tuple[int, ...]:

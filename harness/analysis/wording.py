@@ -22,6 +22,12 @@ def number(value: float | None, *, signed: bool = False) -> str:
     return text.replace("+0", "0", 1) if text == "+0" else text
 
 
+def number_below(value: float) -> str:
+    """Return three significant digits of a positive number, rounded down, as a setting has them."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return number(math.floor(value / step + 1e-6) * step)
+
+
 def module_text(module: str) -> str:
     """Return a module's name as a sentence has it."""
     return "the model's own forward" if module == ROOT else f"`{module}`"
@@ -78,7 +84,9 @@ def margin_basis(e: Estimate, rule: Mapping[str, Any]) -> str:
         rule: Constants of the rule by name; one that is absent is left out of the text.
     """
     if e.margin_term == "user":
-        return "your own (decision.margin_train, decision.margin_held_out)"
+        setting = rule.get("margin")
+        given = f"={setting}" if setting is not None else ""
+        return f"your own (decision.margin{given})"
     learned = f"of what FP32 learned ({number(e.progress)} {e.unit})"
     if e.margin_term == "loss":
         tail = f"({number(e.reference_loss)} {e.unit})"

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
 from harness.cli import COMMAND_VARIABLE, EXIT_USAGE, USER_ERRORS
 from harness.config import ConfigError
 from harness.error_text import one_line
+
+if TYPE_CHECKING:
+    from harness.experiment.live import LiveExperiment
 
 
 class ExperimentCallback(Callback):
@@ -23,7 +28,7 @@ class ExperimentCallback(Callback):
     """
 
     def __init__(self) -> None:
-        self._live: Any = None
+        self._live: LiveExperiment | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_live": None}
@@ -31,7 +36,7 @@ class ExperimentCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check everything, say what will run, and give every run the sweep's name."""
         try:
-            from harness.experiment.grid import expand
+            from harness.experiment.grid import expand, takes_looks
 
             grid = expand(config)
             from harness.experiment.early_checks import check_early
@@ -52,16 +57,35 @@ class ExperimentCallback(Callback):
             raise SystemExit(_unexpected(error)) from error
         OmegaConf.set_readonly(config.hydra, False)
         config.hydra.overrides.task.append(f"sweep_id={self._live.sweep_id}")
-        self._live.start()
+        if not takes_looks(config):  # another sweeper launches all at once, in ignorance of looks
+            self._live.start()
+
+    @property
+    def live(self) -> LiveExperiment:
+        """The experiment that goes on in this process, once its first run may start."""
+        assert self._live is not None
+        return self._live
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Analyze and report; a failure is a non-zero exit code."""
         try:
-            code = self._live.conclude()
+            code = self.live.conclude()
         except Exception as error:  # Hydra would turn it into a warning and exit code 0
             raise SystemExit(_unexpected(error)) from error
         if code:
             raise SystemExit(code)
+
+
+def live_experiment(context: HydraContext) -> LiveExperiment:
+    """Return the experiment that the callback of this application prepared.
+
+    Raises:
+        HydraException: It has no such callback.
+    """
+    for callback in context.callbacks.callbacks:
+        if isinstance(callback, ExperimentCallback):
+            return callback.live
+    raise HydraException("hydra/sweeper=looks belongs to the precision harness: no experiment")
 
 
 def sweep_name(choice: str) -> str:

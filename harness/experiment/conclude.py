@@ -16,6 +16,7 @@ from harness.analysis.findings import ModelFindings, Ratio, Reason
 from harness.experiment.job import run_folder
 from harness.experiment.manifest import Manifest
 from harness.experiment.same_point_records import same_point_records
+from harness.experiment.seed_plans import plan_of
 from harness.report.terminal import print_findings
 from harness.report.text import safe_name
 from harness.report.writer import write_index, write_report
@@ -50,15 +51,25 @@ class Conclusion:
 
 
 def load_records(manifest: Manifest, output_dir: Path) -> tuple[list[RunRecord], list[str]]:
-    """Return the records that exist, and a line for every file that is not one."""
-    records, troubles = [], []
+    """Return the records that exist, and a line for every file that is not one.
+
+    A policy's name is no part of what a run is, so a run may be another sweep's under another name;
+    here it has the name that this sweep gives it.
+    """
+    found: dict[str, RunRecord] = {}
+    troubles = []
     for key in dict.fromkeys(run.run_key for run in manifest.runs):
         try:
-            records.append(read_record(run_folder(output_dir, key)))
+            found[key] = read_record(run_folder(output_dir, key))
         except FileNotFoundError:
             continue
         except ValueError as error:
             troubles.append(f"set aside: {error}")
+    records = [
+        dataclasses.replace(found[run.run_key], policy=run.policy)
+        for run in manifest.runs
+        if run.run_key in found
+    ]
     return records, troubles
 
 
@@ -80,20 +91,20 @@ def conclude(
         reports: Where to write; by default `reports/<sweep_id>` below `output_dir`.
     """
     root = reports or output_dir / "reports" / safe_name(manifest.sweep_id)
-    by_key = {record.run_key: record for record in records}
+    by_key = {(record.run_key, record.policy): record for record in records}
     findings: list[ModelFindings] = []
     folders: dict[str, Path] = {}
     failures: dict[str, str] = {}
     for model in manifest.models:
         own = [
-            by_key[run.run_key]
+            by_key[run.run_key, run.policy]
             for run in manifest.runs
-            if run.workload == model and run.run_key in by_key
+            if run.workload == model and (run.run_key, run.policy) in by_key
         ]
         folder = root / safe_name(model)
         try:
             probes = same_point_records(manifest, model, output_dir)
-            result = _analyze(
+            result = analyze(
                 manifest, model, own, rule=rule, output_dir=output_dir, same_point=probes
             )
             write_report(result, own, folder)
@@ -113,7 +124,7 @@ def conclude(
     )
 
 
-def _analyze(
+def analyze(
     manifest: Manifest,
     model: str,
     records: Sequence[RunRecord],
@@ -122,6 +133,16 @@ def _analyze(
     output_dir: Path,
     same_point: Mapping[str, SamePointRecord],
 ) -> ModelFindings:
+    """Return what the runs of one model say, under the sweep's plan of seeds.
+
+    Args:
+        manifest: What the sweep consists of.
+        model: The model.
+        records: Its runs that exist; between looks not yet all.
+        rule: Constants of the decision.
+        output_dir: Where the record of the timing lies.
+        same_point: Policy -> its same-point probe.
+    """
     timing = read_timing(timing_folder(output_dir, manifest.sweep_id, model))
     findings = analyze_model(
         records,
@@ -135,6 +156,7 @@ def _analyze(
         command=manifest.command,
         descriptions=manifest.descriptions,
         same_point=same_point,
+        plan=plan_of(manifest, rule),
     )
     # What the records themselves show is said by the analysis already.
     said = {reason.code for verdict in findings.verdicts for reason in verdict.reasons}
@@ -145,8 +167,12 @@ def _analyze(
         if note["code"] not in said
     )
     profiles = timing.profiles if timing is not None else {}
+    tried_for = manifest.fallbacks.get(model, {})
     return dataclasses.replace(
         findings,
+        verdicts=tuple(
+            dataclasses.replace(v, fallback_of=tried_for.get(v.policy)) for v in findings.verdicts
+        ),
         caveats=(*findings.caveats, *noted),
         profiles={policy: dataclasses.asdict(profile) for policy, profile in profiles.items()},
     )

@@ -9,6 +9,7 @@ from harness.analysis.rule import DecisionRule
 from harness.config import ConfigError, RunConfig
 from harness.experiment import manifest as manifests
 from harness.experiment.grid import Grid, axis_values
+from harness.experiment.seed_plans import make_plan_of_seeds
 from harness.precision.policy import PrecisionPolicy
 from harness.tracking.location import Store, resolve_store
 
@@ -25,7 +26,7 @@ def check_early(grid: Grid) -> None:
     config = grid.runs[0]
     _check_reference(grid, config.reference)
     _check_sweep_id(config)
-    decision_rule(config.decision)
+    make_plan_of_seeds(decision_rule(config.decision), seeds_given=grid.seeds_given)
     configured_store(config)
     if not config.dry_run:
         _check_writable(config.output_dir)

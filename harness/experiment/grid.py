@@ -12,7 +12,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
+from harness.analysis.rule import DecisionRule
+from harness.analysis.seed_plan import SeedPlan
 from harness.config import ConfigError, RunConfig
+
+# The sweeper that launches run after run what the experiment asks for; only it can do looks.
+LOOKS_SWEEPER = "LooksSweeper"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,19 +25,25 @@ class Grid:
     """The runs of one sweep.
 
     Attributes:
-        runs: One configuration per run, in launch order.
+        runs: One configuration per run, in grid order. With looks: every run that there may be.
         arguments: The command-line overrides, for "how to reproduce".
+        jobs: The overrides of each run, as a launcher takes them, parallel to `runs`.
+        seeds_given: How many seeds the command, the sweep or the workload's file asked for; None
+            if they are left to the looks of `decision`.
     """
 
     runs: tuple[RunConfig, ...]
     arguments: tuple[str, ...]
+    jobs: tuple[tuple[str, ...], ...] = ()
+    seeds_given: int | None = None
 
 
 def expand(composed: DictConfig) -> Grid:
-    """Expand the sweep's parameters and the command line into runs, as Hydra's sweeper will.
+    """Expand the sweep's parameters and the command line into runs, as the sweeper will.
 
     Every combination is composed once per seedless choice; the seed is a plain value, so it is
-    put in afterwards (composing takes a twentieth of a second each).
+    put in afterwards (composing takes a twentieth of a second each). Where no seed is given and
+    the sweeper takes looks, the grid has the seeds of all looks, or the first `decision.seeds`.
 
     Raises:
         ConfigError: A choice is invalid, or the overrides contradict each other.
@@ -49,6 +60,13 @@ def expand(composed: DictConfig) -> Grid:
 
     by_choice: dict[tuple[str, ...], RunConfig] = {}
     by_seed: dict[str, int] = {}
+    seed_is_given = any(override.get_key_element() == "seed" for override in overrides)
+    left_to_looks = takes_looks(composed) and not seed_is_given
+    if left_to_looks:
+        first = RunConfig.from_hydra(loader.load_sweep_config(composed, jobs[0]))
+        by_choice[tuple(jobs[0])] = first
+        by_seed = {f"seed={seed}": seed for seed in _seeds_of_all_looks(first)}
+        jobs = [[*job, seed] for job in jobs for seed in by_seed]
     runs = []
     for job in jobs:
         choice = tuple(argument for argument in job if not argument.startswith("seed="))
@@ -59,7 +77,41 @@ def expand(composed: DictConfig) -> Grid:
             by_seed[seed] = config.seed
         runs.append(dataclasses.replace(by_choice[choice], seed=by_seed[seed]))
     _refuse_ambiguous(runs, arguments)
-    return Grid(runs=tuple(runs), arguments=tuple(arguments))
+    if runs[0].decision.get("try_fallback") and not takes_looks(composed):
+        # Hydra's own sweeper launches the grid and asks for nothing more.
+        raise ConfigError("decision.try_fallback=true needs hydra/sweeper=looks")
+    grid = Grid(runs=tuple(runs), arguments=tuple(arguments), jobs=tuple(map(tuple, jobs)))
+    if left_to_looks:
+        return grid
+    _, seeds_of_grid = axis_values(grid)
+    _refuse_two_numbers_of_seeds(runs[0], len(seeds_of_grid), seed_is_given=seed_is_given)
+    return dataclasses.replace(grid, seeds_given=len(seeds_of_grid))
+
+
+def takes_looks(composed: DictConfig) -> bool:
+    """Whether the sweeper launches what the experiment asks for, look by look."""
+    return str(composed.hydra.sweeper._target_).endswith(f".{LOOKS_SWEEPER}")
+
+
+def _seeds_of_all_looks(config: RunConfig) -> range:
+    try:
+        rule = DecisionRule.from_mapping(config.decision)
+        plan = SeedPlan.of(rule, seeds_given=None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return range(plan.max_pairs)
+
+
+def _refuse_two_numbers_of_seeds(config: RunConfig, given: int, *, seed_is_given: bool) -> None:
+    wanted = config.decision.get("seeds")
+    if wanted is None or wanted == given:
+        return
+    if seed_is_given:
+        raise ConfigError(
+            f"decision.seeds={wanted}, but the seeds of this sweep are given: {given} of them; "
+            f"leave one out, or list the seeds: seed={','.join(map(str, range(wanted)))}"
+        )
+    raise ConfigError(f"decision.seeds={wanted} needs hydra/sweeper=looks, or seed=0,1,...")
 
 
 def _refuse_ambiguous(runs: Sequence[RunConfig], arguments: Sequence[str]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from harness.config import RunConfig
 from harness.experiment import manifest as manifests
-from harness.experiment.manifest import PlannedRun
+from harness.experiment.ending import in_run_gate, still_counts
+from harness.experiment.manifest import Manifest, PlannedRun
 from harness.runs.record import RECORD_FILE, RunRecord, read_record, write_record
 from harness.runs.record_files import write_atomically
 
@@ -42,10 +43,35 @@ def run_job(config: RunConfig) -> None:
     if planned is None:
         return  # left out on purpose; the plan has said why
     record = finished_record(config.output_dir, planned.run_key)
-    if record is None:
-        record = _train(config, planned, progress_folder(config.output_dir, manifest.sweep_id))
+    reference = _reference_record(config, manifest, choice)
+    if record is None or not still_counts(record, in_run_gate(config, reference)):
+        folder = progress_folder(config.output_dir, manifest.sweep_id)
+        if _is_spared(config, manifest, planned, folder):
+            return
+        record = _train(config, planned, folder, reference)
     if config.tracking.enabled:
         _track(config, record, manifest.sweep_id)
+
+
+def _reference_record(config: RunConfig, manifest: Manifest, choice: str) -> RunRecord | None:
+    """Return the finished reference run of the same seed, if it is there already."""
+    planned = manifest.find(choice, config.reference, config.seed)
+    return None if planned is None else finished_record(config.output_dir, planned.run_key)
+
+
+def _is_spared(config: RunConfig, manifest: Manifest, planned: PlannedRun, progress: Path) -> bool:
+    """Return whether a gate has settled the policy, and if so say that this run need not start."""
+    from harness.experiment.sparing import reason_to_spare
+    from harness.progress import Heartbeat
+
+    why = reason_to_spare(config, manifest, planned)
+    if why is not None:
+        Heartbeat(progress).spare(planned.run_key, _label(planned), why)
+    return why is not None
+
+
+def _label(planned: PlannedRun) -> str:
+    return f"{planned.workload} {planned.policy} seed {planned.seed}"
 
 
 def progress_folder(output_dir: Path, sweep_id: str) -> Path:
@@ -53,7 +79,9 @@ def progress_folder(output_dir: Path, sweep_id: str) -> Path:
     return output_dir / "runs" / ".progress" / sweep_id
 
 
-def _train(config: RunConfig, planned: PlannedRun, progress: Path) -> RunRecord:
+def _train(
+    config: RunConfig, planned: PlannedRun, progress: Path, reference: RunRecord | None
+) -> RunRecord:
     from harness.experiment.plan import num_steps, num_threads, probe_settings, resolve_device
     from harness.precision.policy import PrecisionPolicy
     from harness.progress import Heartbeat
@@ -76,7 +104,7 @@ def _train(config: RunConfig, planned: PlannedRun, progress: Path) -> RunRecord:
     )
     policy = PrecisionPolicy.from_mapping(config.policy)
     heartbeat = Heartbeat(progress)
-    label = f"{planned.workload} {planned.policy} seed {planned.seed}"
+    label = _label(planned)
     heartbeat.report(planned.run_key, label, 0, settings.steps, None)
 
     def beat(progress: Progress) -> None:
@@ -90,6 +118,7 @@ def _train(config: RunConfig, planned: PlannedRun, progress: Path) -> RunRecord:
             run_key=planned.run_key,
             environment=describe_environment(device, num_threads=settings.num_threads),
             on_progress=beat,
+            ended_by=in_run_gate(config, reference),
         )
 
     record = once()

@@ -14,7 +14,9 @@ from typing import Any
 from harness.config import ConfigError
 from harness.runs.record_files import write_atomically
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+# The first had no plan of seeds: all its runs were judged at once.
+READABLE_VERSIONS = (1, SCHEMA_VERSION)
 LATEST = "latest"
 
 
@@ -46,12 +48,17 @@ class Manifest:
         command: The command line that asked for it.
         device: `cpu` or `cuda`.
         reference: Name of the reference policy.
-        runs: In launch order.
+        runs: Every run that there may be, in grid order; with looks not all of them are started.
         descriptions: Policy name -> its one-sentence description.
         skipped: Sentences on runs that were left out on purpose.
         caveats: Model name -> notes of the preflight.
         decision: The decision settings of the command.
         same_point: Model name -> policy name -> key of its same-point record.
+        plan: How many seeds, and when they are judged: `kind`, `looks`, `alphas` as the sweep was
+            run, and `seeds_given` (null where the looks were left to `decision`), from which
+            `seed_plans.plan_of` makes it again. Empty in what earlier versions wrote.
+        fallbacks: Model name -> policy that was added to the grid by itself -> the failed policy
+            that it was tried for.
         completed_at: ISO time (UTC) of the last completion; None while unfinished.
     """
 
@@ -67,6 +74,8 @@ class Manifest:
     caveats: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     decision: dict[str, Any] = dataclasses.field(default_factory=dict)
     same_point: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    plan: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fallbacks: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     created_at: str = ""
     completed_at: str | None = None
 
@@ -155,8 +164,9 @@ def read_all(output_dir: Path) -> list[Manifest]:
 def _from_file(path: Path) -> Manifest | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["schema_version"] != SCHEMA_VERSION:
+        if data["schema_version"] not in READABLE_VERSIONS:
             return None
+        data["schema_version"] = SCHEMA_VERSION
         data["runs"] = tuple(PlannedRun(**run) for run in data["runs"])
         data["skipped"] = tuple(data["skipped"])
         return Manifest(**data)

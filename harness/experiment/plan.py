@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from harness import __version__
+from harness.analysis.rule import DecisionRule
 from harness.config import ConfigError, RunConfig
 from harness.config_schema import ProbesConf
 from harness.experiment import grid as grids
-from harness.experiment.early_checks import policy_of
+from harness.experiment.early_checks import decision_rule, policy_of
 from harness.experiment.manifest import Manifest, PlannedRun, grid_hash, now, workload_choice
 from harness.experiment.policy_check import PolicyCheck, check_policies
+from harness.experiment.seed_plans import make_plan_of_seeds, plan_mapping
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.environment import bf16_is_native
 from harness.runs.notes import Note
@@ -48,6 +50,7 @@ class Plan:
 
     Attributes:
         manifest: What to run.
+        rule: Constants of the decision.
         steps: Model name -> steps per run.
         data: Model name -> SHA-256 of its corpus, data set or workload file.
         seconds: Run key -> expected time of the run, alone on the machine.
@@ -56,6 +59,7 @@ class Plan:
     """
 
     manifest: Manifest
+    rule: DecisionRule
     steps: dict[str, int]
     data: dict[str, str]
     workers: int
@@ -137,6 +141,7 @@ def make_plan(grid: grids.Grid, *, sweep: str, command: str, workers: int) -> It
     """
     any_run = grid.runs[0]
     device = resolve_device(any_run.device)
+    rule = decision_rule(any_run.decision)
     planned: list[PlannedRun] = []
     skipped: list[str] = []
     caveats: dict[str, list[dict[str, Any]]] = {}
@@ -187,10 +192,14 @@ def make_plan(grid: grids.Grid, *, sweep: str, command: str, workers: int) -> It
         skipped=tuple(skipped),
         caveats=caveats,
         decision=any_run.decision,
+        plan=plan_mapping(
+            make_plan_of_seeds(rule, seeds_given=grid.seeds_given), seeds_given=grid.seeds_given
+        ),
         created_at=now(),
     )
     yield Plan(
         manifest=manifest,
+        rule=rule,
         steps=steps,
         data=data,
         workers=workers,

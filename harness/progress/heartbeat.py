@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _WRITE_EVERY_S = 0.5
+# The status of a run that was planned and need not start.
+SPARED = "spared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +26,10 @@ class Beat:
         step: Completed steps.
         steps: Planned steps.
         loss: Last known training loss; NaN shows as `nan`, None as nothing.
-        status: `running`, or the record's status once it has ended.
+        status: `running`, or the record's status once it has ended; `spared` if it need not start.
         started: Unix time of the first beat.
         updated: Unix time of this beat.
+        note: Why it need not start; else empty.
     """
 
     run_key: str
@@ -37,6 +40,7 @@ class Beat:
     status: str
     started: float
     updated: float
+    note: str = ""
 
 
 class Heartbeat:
@@ -88,6 +92,23 @@ class Heartbeat:
         loss = last.loss if loss is None else loss
         changed = {"step": step, "loss": loss, "status": status, "updated": self._clock()}
         self._write(Beat(**{**asdict(last), **changed}))
+
+    def spare(self, run_key: str, label: str, why: str) -> None:
+        """Say that the run need not start, and why."""
+        now = self._clock()
+        self._write(
+            Beat(
+                run_key=run_key,
+                label=label,
+                step=0,
+                steps=0,
+                loss=None,
+                status=SPARED,
+                started=now,
+                updated=now,
+                note=why,
+            )
+        )
 
     def _write(self, beat: Beat) -> None:
         self._beats[beat.run_key] = beat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from harness.progress.heartbeat import Beat
+from harness.progress.heartbeat import SPARED, Beat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class SweepState:
 
     @property
     def num_done(self) -> int:
-        """Ended runs, reused ones included."""
+        """Ended runs, reused ones and those that need not start included."""
         return self.reused + len(self.beats) - len(self.running)
 
     def ordinal(self, beat: Beat) -> int:
@@ -66,6 +66,9 @@ def estimate_rest(
     total = sum(known.values()) + mean * max(num_to_run - len(known), 0)
     done = 0.0
     for beat in beats:
+        if beat.status == SPARED:
+            total -= known.get(beat.run_key, mean)
+            continue
         share = 1.0 if beat.status != "running" else beat.step / max(beat.steps, 1)
         done += known.get(beat.run_key, mean) * share
     if done <= 0 or elapsed_s <= 0:

@@ -6,7 +6,7 @@ import os
 import time
 from typing import IO, TYPE_CHECKING, Protocol
 
-from harness.progress.heartbeat import Beat
+from harness.progress.heartbeat import SPARED, Beat
 from harness.progress.state import SweepState
 
 if TYPE_CHECKING:
@@ -48,14 +48,12 @@ def is_terminal(stream: IO[str]) -> bool:
 
 def closing_line(state: SweepState) -> str:
     """Return the line that stays: how many runs are done, how many failed, and how long it took."""
-    counts = {name: 0 for name in ("diverged", "crashed")}
-    for beat in state.beats:
-        if beat.status in counts:
-            counts[beat.status] += 1
+    words = {"diverged": "diverged", "crashed": "crashed", SPARED: "of them not needed"}
+    counts = {status: sum(b.status == status for b in state.beats) for status in words}
     parts = [f"{state.num_done} of {state.total} runs done"]
     if state.reused:
         parts.append(f"{state.reused} of them before")
-    parts += [f"{count} {name}" for name, count in counts.items() if count]
+    parts += [f"{count} {words[status]}" for status, count in counts.items() if count]
     return f"{', '.join(parts)}, in {format_duration(state.elapsed_s)}"
 
 
@@ -64,7 +62,9 @@ def _loss_text(beat: Beat) -> str:
 
 
 def ended_line(state: SweepState, beat: Beat) -> str:
-    """Return the line that says how a run ended, with its last training loss."""
+    """Return the line that says how a run ended, with its last training loss, or was spared."""
+    if beat.status == SPARED:
+        return _line(state, beat, f"not needed: {beat.note}")
     took = format_duration(beat.updated - beat.started)
     return _line(state, beat, f"{beat.status} after {beat.step} steps in {took}")
 
@@ -155,7 +155,7 @@ class LiveView:
         assert self._sweep is not None
         ended = [beat for beat in state.beats if beat.status != "running"]
         partly = sum(beat.step / max(beat.steps, 1) for beat in state.running)
-        failed = sum(beat.status != "completed" for beat in ended)
+        failed = sum(beat.status not in ("completed", SPARED) for beat in ended)
         note = f"  {failed} not completed" if failed else ""
         running = f", {len(state.running)} running" if state.running else ""
         self._bars.update(

@@ -51,6 +51,11 @@ def cost_notes(evidence: Evidence) -> tuple[str, ...]:
     ]
     timed = [v.speed_note.rstrip(".") for v in evidence.findings.verdicts if v.step_time_ratio]
     notes[1:1] = [f"The ratios were measured in {note}." for note in dict.fromkeys(timed)]
+    if any(v.step_time_ratio and v.step_time_ratio.ci_low for v in evidence.findings.verdicts):
+        notes.append(
+            "The 95 % intervals of the ratios are a bootstrap over blocks of steps: single steps "
+            "follow each other and are no replicates."
+        )
     details = {r.policy: r.execution_detail for r in records if r.execution == "emulated"}
     notes += [
         f"{policy} is emulated: {emulation_sentence(detail)}." for policy, detail in details.items()

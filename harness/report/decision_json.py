@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from harness.analysis.findings import Estimate, ModelFindings, Ratio, Verdict
+from harness.analysis.findings import Estimate, LookSummary, ModelFindings, Ratio, Verdict
 from harness.analysis.probe_findings import LossScaleWindow, ModuleFinding, ProbeFindings
 from harness.report.text import candidates, controls
 
@@ -32,6 +32,8 @@ def decision_document(findings: ModelFindings) -> dict[str, Any]:
         "choice": dataclasses.asdict(findings.choice),
         "verdicts": [_verdict(v) for v in candidates(findings)],
         "controls": [_control(v) for v in controls(findings)],
+        "plan": None if findings.plan is None else findings.plan.as_mapping(),
+        "savings": None if findings.savings is None else dataclasses.asdict(findings.savings),
         "caveats": [dataclasses.asdict(reason) for reason in findings.caveats],
         "environment": findings.environment,
         "seeds": findings.seeds,
@@ -77,6 +79,11 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "extra_seeds": verdict.extra_seeds,
         "extra_seeds_reason": verdict.extra_seeds_reason,
         "settle_command": verdict.settle_command,
+        "settle": verdict.settle,
+        "accepting_margins": verdict.accepting_margins,
+        "look": None if verdict.look is None else _look(verdict.look),
+        "looks": [_look(look) for look in verdict.looks],
+        "scope": verdict.scope,
         "lean": verdict.lean,
         "seeds_used": verdict.seeds_used,
         "seeds_dropped": verdict.seeds_dropped,
@@ -84,7 +91,10 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "p_accept_holm": verdict.p_accept_holm,
         "p_reject": verdict.p_reject,
         "failure_rate_bound": verdict.failure_rate_bound,
+        "failure_rate_note": verdict.failure_rate_note,
         "min_detectable_harm": verdict.min_detectable_harm,
+        "min_detectable_harm_note": verdict.min_detectable_harm_note,
+        "fallback_of": verdict.fallback_of,
         "lag_steps": verdict.lag_steps,
         "diagnostics": {
             name: {"candidate": candidate, "reference": reference}
@@ -108,8 +118,17 @@ def _control(verdict: Verdict) -> dict[str, Any]:
     """A control is drawn, never judged: what reads like a judgement is left out."""
     judged = {"outcome", "lean", "extra_seeds", "extra_seeds_reason", "settle_command"}
     judged |= {"p_accept", "p_accept_holm", "p_reject", "probe", "guilty_module"}
-    judged |= {"guilty_sentence"}
+    judged |= {"guilty_sentence", "settle", "accepting_margins", "look", "looks"}
     return {key: value for key, value in _verdict(verdict).items() if key not in judged}
+
+
+def _look(look: LookSummary) -> dict[str, Any]:
+    document = dataclasses.asdict(look)
+    document["intervals"] = {
+        endpoint: {"low": low, "mean": mean, "high": high}
+        for endpoint, (low, mean, high) in look.intervals.items()
+    }
+    return document
 
 
 def _probe(probe: ProbeFindings) -> dict[str, Any]:

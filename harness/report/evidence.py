@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.analysis.findings import ModelFindings
+from harness.analysis.in_run_gates import ended_early
 from harness.runs.record import RunRecord
 
 Floats = NDArray[np.float64]
@@ -200,17 +201,35 @@ def typical(record: RunRecord, name: str) -> float | None:
 
 
 def trouble(evidence: Evidence) -> tuple[str, ...]:
-    """Return one sentence for each run of the grid that is missing, crashed or diverged."""
+    """Return one sentence for each run of the grid that is missing, crashed or diverged.
+
+    A run that no look asked for is not missing.
+    """
     sentences = []
     for policy, runs in evidence.runs.items():
         by_seed = {record.seed: record for record in runs}
+        due = _due_seeds(evidence.findings, policy)
         for seed in evidence.findings.seeds:
             record = by_seed.get(seed)
+            if record is None and seed not in due:
+                continue
             if record is None:
                 sentences.append(f"{policy} seed {seed}: there is no run")
             elif record.status != "completed":
                 sentences.append(f"{policy} seed {seed}: {_ending(record)}")
     return tuple(sentences)
+
+
+def _due_seeds(findings: ModelFindings, policy: str) -> tuple[int, ...]:
+    """Return the seeds on which a run of the policy must exist for the verdicts there are."""
+    if findings.plan is None or not findings.plan.adaptive:
+        return findings.seeds
+    looks = {v.policy: v.look for v in findings.verdicts if v.look is not None}
+    if policy not in looks:
+        # The reference and the controls go along as far as any candidate.
+        return findings.seeds[: max((look.pairs for look in looks.values()), default=0)]
+    look = looks[policy]
+    return () if look.stop == "gate" else findings.seeds[: look.pairs]
 
 
 def _series(record: RunRecord, name: str) -> Floats:
@@ -220,6 +239,9 @@ def _series(record: RunRecord, name: str) -> Floats:
 def _ending(record: RunRecord) -> str:
     if record.crash is not None:
         return f"crashed: {record.crash.sentence}"
+    early = ended_early(record)
+    if early is not None:
+        return f"ended itself after {early.step} of {early.num_steps} steps: {early.why}"
     losses = _series(record, "loss")
     bad = np.flatnonzero(~np.isfinite(losses))
     if not len(bad):

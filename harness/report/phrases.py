@@ -6,7 +6,7 @@ import re
 
 from harness.analysis.findings import Estimate, ModelFindings, Reason
 from harness.analysis.wording import margin_basis, number
-from harness.report.text import ENDPOINT_LABELS, ENDPOINTS, is_number
+from harness.report.text import ENDPOINT_LABELS, ENDPOINTS, candidates, counted, is_number
 
 # What decided, for a narrow column; the codes are in the pages and in `decision.json`.
 _REASONS = {
@@ -16,6 +16,7 @@ _REASONS = {
     "CI_SPANS_MARGIN": "seeds do not tell yet",
     "TOO_FEW_SEEDS": "too few seeds",
     "HOLM_NOT_MET": "not after Holm's correction",
+    "RIVAL_RULE": "the rule asked for says so",
     "PAIRING_BROKEN": "runs are not pairs",
     "REFERENCE_UNSTABLE": "FP32 itself unstable",
     "REFERENCE_NOT_LEARNING": "FP32 learned too little",
@@ -34,6 +35,7 @@ _REASONS = {
 }
 # Cautions on the whole model; with its code each fits one line of 80 columns.
 _CAUTIONS = {
+    "METHOD_NOT_CALIBRATED": "verdicts by another rule, as asked for",
     "HELDOUT_MISSING": "no held-out set, the training loss decides alone",
     "HELDOUT_SMALL": "small held-out set, so a noisy endpoint",
     "LOSS_NEAR_ZERO": "FP32's loss ends near zero, so the margin is tiny",
@@ -105,24 +107,38 @@ def emulated_policies(findings: ModelFindings) -> tuple[tuple[str, str], ...]:
 
 
 def margin_lines(findings: ModelFindings) -> tuple[str, ...]:
-    """Return the size of one margin and the term that set it; one line if the losses share it."""
-    texts: dict[str, list[str]] = {}
+    """Return the size of one margin and the term that set it; one line if the losses share it.
+
+    A margin rests on the FP32 runs of a verdict's own seeds, so it may differ between candidates
+    that stopped at different looks; then each line says how many seeds it is over.
+    """
+    texts: dict[int, dict[str, list[str]]] = {}
     for endpoint in ENDPOINTS:
-        found = [v.estimates[endpoint] for v in findings.verdicts if endpoint in v.estimates]
-        usable = [e for e in found if is_number(e.margin) and e.margin > 0]
-        if usable:
-            text = _margin_text(usable[0], findings)
-            texts.setdefault(text, []).append(ENDPOINT_LABELS[endpoint])
-    if len(texts) == 1:
-        return (f"1 margin = {next(iter(texts))}.",)
-    return tuple(f"1 margin of {' and '.join(e)} = {text}." for text, e in texts.items())
+        for verdict in candidates(findings) or findings.verdicts:
+            estimate = verdict.estimates.get(endpoint)
+            if estimate is None or not (is_number(estimate.margin) and estimate.margin > 0):
+                continue
+            pairs = verdict.look.pairs if verdict.look is not None else len(findings.seeds)
+            own = texts.setdefault(pairs, {}).setdefault(_margin_text(estimate, findings), [])
+            if ENDPOINT_LABELS[endpoint] not in own:
+                own.append(ENDPOINT_LABELS[endpoint])
+    lines = []
+    for pairs, of_pairs in sorted(texts.items()):
+        over = f" at {counted(pairs, 'seed')}" if len(texts) > 1 else ""
+        for text, endpoints in of_pairs.items():
+            of = f" of {' and '.join(endpoints)}" if len(of_pairs) > 1 else ""
+            lines.append(f"1 margin{of}{over} = {text}.")
+    return tuple(lines)
 
 
 def own_margin_hint(findings: ModelFindings) -> str:
-    """Return how to set a margin of one's own; empty without estimates."""
-    endpoints = [e for e in ENDPOINTS if any(e in v.estimates for v in findings.verdicts)]
-    keys = [f"decision.margin_{e}=..." for e in endpoints]
-    return f"Your own margin: {' '.join(keys)} on the command line." if keys else ""
+    """Return how to set a margin of one's own; empty without estimates, or where it is set."""
+    if not any(v.estimates for v in findings.verdicts) or findings.rule.get("margin") is not None:
+        return ""
+    return (
+        "Your own margin: decision.margin=0.02 (in the loss's unit) or decision.margin='2 %' (of "
+        "what FP32 learned) on the command line."
+    )
 
 
 def _margin_text(estimate: Estimate, findings: ModelFindings) -> str:

@@ -20,6 +20,7 @@ from harness.report.phrases import (
     own_margin_hint,
     reason_phrase,
 )
+from harness.report.plan_view import plan_line, savings_line, short_claims
 from harness.report.rounding_error import callout
 from harness.report.text import (
     ENDPOINT_LABELS,
@@ -58,17 +59,28 @@ def print_findings(findings: ModelFindings, console: Console, *, report_path: Pa
         console.print(Text.assemble(("Caution: ", "yellow"), caution))
     for reason in _why(findings):
         console.print(reason)
+    for line in _stops(findings):
+        console.print(line)
     for line in _where_to_look(findings):
         console.print(line)
-    if findings.failed:
-        console.print(Text(f"No verdict: {findings.failed}", style="bold red"))
+    if findings.failed_line is not None:
+        console.print(Text(findings.failed_line, style="bold red"))
     console.print(Text.assemble(("Recommendation: ", "bold"), findings.choice.sentence))
     for verdict in findings.verdicts:
-        if verdict.settle_command and not verdict.is_control:
-            console.print(Text(f"To settle {verdict.policy}:"))
-            # A command or path must survive copying, so it is never wrapped.
-            console.print(Text(f"  {verdict.settle_command}"), soft_wrap=True)
+        if not verdict.is_control:
+            _print_settling(verdict, console)
     console.print(Text(f"Report: {report_path}"), soft_wrap=True)
+
+
+def _print_settling(verdict: Verdict, console: Console) -> None:
+    # A command or path must survive copying, so it is never wrapped.
+    if verdict.settle_command:
+        console.print(Text(f"To settle {verdict.policy}:"))
+        console.print(Text(f"  {verdict.settle_command}"), soft_wrap=True)
+    if verdict.settle:
+        console.print(Text(f"What would settle {verdict.policy}:"))
+    for sentence in verdict.settle:
+        console.print(Text(f"  {sentence}"), soft_wrap="python -m" in sentence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +144,9 @@ def _table(findings: ModelFindings, *, wide: bool) -> Table:
 
 
 def _policy(verdict: Verdict) -> Text:
-    return Text(f"{verdict.policy} {_EMULATED}" if _is_emulated(verdict) else verdict.policy)
+    mark = f" {_EMULATED}" if _is_emulated(verdict) else ""
+    mark += f" (for {verdict.fallback_of})" if verdict.fallback_of else ""
+    return Text(f"{verdict.policy}{mark}")
 
 
 def _outcome(verdict: Verdict) -> Text:
@@ -166,6 +180,7 @@ def _footnotes(findings: ModelFindings, *, wide: bool) -> list[str]:
     lines = [f"Mean [interval]{which}. Accepted when the interval ends below +1."]
     lines += margin_lines(findings)
     lines += [hint] if (hint := own_margin_hint(findings)) else []
+    lines += short_claims(findings)
     if any(map(_is_emulated, findings.verdicts)):
         lines.append(f"{_EMULATED} emulated on this device: numerics only, no step time.")
         lines += [f"  {policies}: {clause}" for policies, clause in emulated_policies(findings)]
@@ -174,6 +189,20 @@ def _footnotes(findings: ModelFindings, *, wide: bool) -> list[str]:
             f"Speed: {findings.choice.speed_basis}; step times on {findings.device} did not count."
         )
     return lines
+
+
+def _stops(findings: ModelFindings) -> list[Text]:
+    """Return why each candidate stopped and what that saved, where seeds are taken in looks."""
+    if findings.plan is None or not findings.plan.adaptive:
+        return []
+    lines = [Text(plan_line(findings))]
+    lines += [
+        Text.assemble((f"{v.policy}: ", _STYLES[v.outcome]), v.look.sentence)
+        for v in findings.verdicts
+        if v.look is not None and not v.is_control
+    ]
+    saved = savings_line(findings)
+    return [*lines, Text(saved)] if saved else lines
 
 
 def _where_to_look(findings: ModelFindings) -> list[Text]:

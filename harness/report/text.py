@@ -77,9 +77,19 @@ def difference_text(estimate: Estimate | None) -> str:
     mean = margins_text(in_margins(estimate.mean_difference, estimate.margin))
     if estimate.ci_low is None or estimate.ci_high is None or mean == NOT_AVAILABLE:
         return mean
-    low = margins_text(in_margins(estimate.ci_low, estimate.margin))
-    high = margins_text(in_margins(estimate.ci_high, estimate.margin))
-    return f"{mean} [{low}, {high}]"
+    low = in_margins(estimate.ci_low, estimate.margin)
+    high = in_margins(estimate.ci_high, estimate.margin)
+    return interval_text(in_margins(estimate.mean_difference, estimate.margin), low, high)
+
+
+def interval_text(mean: float | None, low: float | None, high: float | None) -> str:
+    """Return `mean [low, high]`, all in margins; the mean alone where an end is None or NaN.
+
+    An end may be infinite: few pairs at a small level bound nothing on that side.
+    """
+    if low is None or high is None or math.isnan(low) or math.isnan(high):
+        return margins_text(mean)
+    return f"{margins_text(mean)} [{multiple(low)}, {multiple(high)}]"
 
 
 def worst_endpoint(verdict: Verdict) -> Endpoint | None:

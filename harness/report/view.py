@@ -17,6 +17,14 @@ from harness.report.phrases import (
     margin_lines,
     own_margin_hint,
 )
+from harness.report.plan_view import (
+    claim_rows,
+    holm_line,
+    look_rows,
+    plan_line,
+    savings_line,
+    settle_lists,
+)
 from harness.report.rounding_error import callout
 from harness.report.text import (
     ENDPOINT_LABELS,
@@ -60,6 +68,7 @@ class VerdictView:
         settle_command: Command that adds the seeds which should settle it.
         callout: The guilty module and why, in one sentence; empty where none is named.
         module: The guilty module's name; None likewise.
+        fallback_of: The failed policy that it was tried for automatically; None for the others.
     """
 
     policy: str
@@ -77,6 +86,7 @@ class VerdictView:
     settle_command: str | None
     callout: str
     module: str | None
+    fallback_of: str | None
 
 
 def verdict_views(evidence: Evidence) -> tuple[VerdictView, ...]:
@@ -119,6 +129,7 @@ def _verdict_view(verdict: Verdict, findings: ModelFindings) -> VerdictView:
         settle_command=None if verdict.is_control else verdict.settle_command,
         callout="" if verdict.is_control else callout(verdict),
         module=None if verdict.is_control else verdict.guilty_module,
+        fallback_of=verdict.fallback_of,
     )
 
 
@@ -227,6 +238,12 @@ def context(evidence: Evidence) -> dict[str, Any]:
         "margins": margin_lines(findings),
         "own_margin": own_margin_hint(findings),
         "emulated": emulated_policies(findings),
+        "plan": plan_line(findings),
+        "savings": savings_line(findings),
+        "looks": look_rows(findings),
+        "claims": claim_rows(findings),
+        "holm": holm_line(findings),
+        "settle": settle_lists(findings),
         "trouble": trouble(evidence),
         "costs": cost_rows(evidence),
         "cost_notes": cost_notes(evidence),

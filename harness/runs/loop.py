@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,6 +34,8 @@ from harness.workloads.base import Workload
 from harness.workloads.batches import iter_tensors, leading_size, to_device
 
 FLUSH_EVERY = 25
+# Given the series so far, returns why the run need not go on, or None.
+EndedBy = Callable[[Mapping[str, Sequence[float]]], str | None]
 _PROGRESS_EVERY_S = 0.25
 
 
@@ -48,9 +50,13 @@ class TrainingRun:
         on_progress: Callable[[Progress], None] | None,
         *,
         on_step: Callable[[int], bool] | None = None,
+        ended_by: EndedBy | None = None,
     ) -> None:
         # Called with the number of completed steps, between two of them; true ends the run.
         self.on_step = on_step
+        # Called after a fetch of the series, which costs no wait of its own.
+        self.ended_by = ended_by
+        self.ended_early: str | None = None
         self.workload, self.policy, self.settings = workload, policy, settings
         self.position = Position()
         self.notes: set[str] = set()
@@ -161,6 +167,8 @@ class TrainingRun:
             first = batch = None
             self.series.add_time(time.perf_counter() - started)
             self._report_progress(step + 1)
+            if self._decided(step + 1):
+                return
             if self.series.nonfinite_streak >= settings.max_nonfinite_streak:
                 self.stopped_early = True
                 return
@@ -188,6 +196,13 @@ class TrainingRun:
         if last or (step + 1) % FLUSH_EVERY == 0:
             self.series.flush()
             self.probes.flush()
+
+    def _decided(self, done: int) -> bool:
+        """Return whether the run ends here because nothing can change what is concluded of it."""
+        fetched = done % FLUSH_EVERY == 0 and done < self.settings.steps
+        if self.ended_by is not None and fetched:
+            self.ended_early = self.ended_by(self.series.fetched())
+        return self.ended_early is not None
 
     def _evaluate(self, model: nn.Module, points: tuple[int, ...], *, done: int) -> None:
         if done in points and self.evaluator is not None:

@@ -18,6 +18,8 @@ SCHEMA_VERSION = 2
 # Version 1 had no `probes`.
 READABLE_VERSIONS = (1, 2)
 RECORD_FILE = "record.json"
+# Kind of the event of a run that ended itself because its verdict could no longer change.
+ENDED_EARLY = "ended_early"
 Status = Literal["completed", "diverged", "crashed"]
 
 
@@ -95,8 +97,9 @@ class RunRecord:
         policy: Policy name (a label).
         policy_content: `PrecisionPolicy.content()`.
         seed: Seed of weights, batches and dropout masks.
-        status: `completed`; `diverged` when the loss or a weight became non-finite for good;
-            `crashed` when an exception ended it.
+        status: `completed`; `diverged` when the loss or a weight became non-finite for good,
+            or when the run ended itself (an event `ended_early` says why); `crashed` when an
+            exception ended it.
         num_steps: Planned steps.
         execution: `native`, or `emulated` when any op was computed by rounding in FP32 storage.
         execution_detail: One sentence on what was emulated and what that does not model.

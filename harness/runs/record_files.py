@@ -96,15 +96,22 @@ def read_if_there(path: Path, parse: Callable[[str], Record]) -> Record | None:
         raise ValueError(f"{path}: {error}") from None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the new one, never a part of it."""
+def write_atomically(path: Path, text: str, *, synced: bool = True) -> None:
+    """Write `text` so that a reader sees the old file or the new one, never a part of it.
+
+    Args:
+        path: Where.
+        text: What.
+        synced: Whether to wait for the disk, so that this holds over a power failure too.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     # Not mkstemp: its files are readable by their owner alone, and reports are to be shared.
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

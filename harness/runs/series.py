@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,6 +69,10 @@ class SeriesBuffer:
         values = {**self._values, "nonfinite_grad": [float(n) for n in counts]}
         length = len(self._values.get("loss", ()))
         return {name: tuple(column[:length]) for name, column in values.items()}
+
+    def fetched(self) -> Mapping[str, Sequence[float]]:
+        """Return the series as fetched so far, not copied: to be read between two steps."""
+        return {**self._values, "nonfinite_grad": self._checksums.get("nonfinite_grad", [])}
 
     def checksums(self, name: str) -> tuple[int, ...]:
         """Return the fetched checksums `batches` or `dropout`."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.runs.loop import TrainingRun
-from harness.runs.record import CrashReport, Fingerprints, RunRecord, Status
+from harness.runs.record import ENDED_EARLY, CrashReport, Fingerprints, RunRecord, Status
 from harness.runs.series import grid_of
 
 
@@ -66,7 +66,8 @@ def _status(run: TrainingRun, crash: CrashReport | None, losses: Sequence[float]
         return "crashed"
     ended_badly = not losses or not math.isfinite(losses[-1])
     bad_weights = run.final.get("nonfinite_weights", 0.0) > 0
-    return "diverged" if run.stopped_early or ended_badly or bad_weights else "completed"
+    ended = run.stopped_early or run.ended_early is not None
+    return "diverged" if ended or ended_badly or bad_weights else "completed"
 
 
 def _audit(run: TrainingRun) -> dict[str, dict[str, Any]]:
@@ -96,6 +97,8 @@ def _events(run: TrainingRun, series: dict[str, tuple[float, ...]]) -> tuple[dic
     if run.stopped_early:
         message = f"stopped after {run.series.nonfinite_streak} non-finite losses in a row"
         events.append(_event(len(losses), "stopped", message))
+    if run.ended_early is not None:
+        events.append(_event(len(losses), ENDED_EARLY, run.ended_early))
     events += [_event(0, "note", note) for note in sorted(run.notes)]
     return tuple(events)
 

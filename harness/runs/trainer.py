@@ -12,7 +12,7 @@ import torch
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.crash import describe_crash
 from harness.runs.determinism import deterministic, preserved_random_state
-from harness.runs.loop import TrainingRun
+from harness.runs.loop import EndedBy, TrainingRun
 from harness.runs.memory import PeakMemory
 from harness.runs.record import RunRecord
 from harness.runs.settings import Progress, RunSettings
@@ -30,14 +30,26 @@ def train(
     run_key: str,
     environment: dict[str, Any],
     on_progress: Callable[[Progress], None] | None = None,
+    ended_by: EndedBy | None = None,
 ) -> RunRecord:
     """Train and return the record.
 
     Whatever goes wrong between building the model and the last evaluation becomes a record with
     status `crashed`; only interruptions (`KeyboardInterrupt`, `SystemExit`) pass through. Random
     state, threads, backend switches and kernels of this process are as before on return.
+
+    Args:
+        workload: What is trained.
+        policy: In which precision.
+        settings: How long, which seed, on what.
+        run_key: Key of the record.
+        environment: Goes into the record as it is.
+        on_progress: Called some times a second.
+        ended_by: Called with the series so far (name -> one float per step) each time they have
+            been fetched, every 25 steps; a sentence ends the run as diverged, with an event
+            `ended_early`. It only reads: a run that it does not end is the same bit for bit.
     """
-    run = TrainingRun(workload, policy, settings, on_progress)
+    run = TrainingRun(workload, policy, settings, on_progress, ended_by=ended_by)
     started = time.perf_counter()
     crash = None
     device = torch.device(settings.device)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.runs.record import RECORD_FILE, RunRecord
 from harness.tracking import content
@@ -28,6 +29,7 @@ __all__ = [
     "Store",
     "StoreUnreachable",
     "comparison_links",
+    "fetch_decision",
     "fetch_records",
     "known_sweeps",
     "log_record",
@@ -42,6 +44,8 @@ _PARAMS_PER_BATCH = 100
 _COMPLETE_TAG = "record_sha256"
 _DESCRIPTION_TAG = "mlflow.note.content"
 _SEARCH_PAGE = 1000
+# What a report's folder holds for machines.
+DECISION_FILE = "decision.json"
 
 
 def prepare(store: Store, experiments: Sequence[str]) -> None:
@@ -248,6 +252,25 @@ def fetch_records(store: Store, *, sweep_id: str, experiment: str | None = None)
             except ValueError as error:
                 raise ValueError(f"MLflow run {run.info.run_id}: {error}") from None
     return sorted(records, key=lambda r: (r.workload, r.policy, r.seed))
+
+
+def fetch_decision(store: Store, *, sweep_id: str) -> dict[str, Any]:
+    """Return a decision file of the sweep's newest report; empty without one.
+
+    Of a sweep over several models any one: rule, plan and seeds are the same in all.
+
+    Raises:
+        StoreUnreachable: The store does not answer or the artifact is gone.
+    """
+    condition = f"tags.sweep_id = {quoted(sweep_id)} and tags.kind = 'report'"
+    with opened(store) as client, tempfile.TemporaryDirectory() as folder:
+        found = _search(client, _experiment_ids(client, None), condition)
+        if not found:
+            return {}
+        newest = max(found, key=lambda run: run.info.end_time or 0)
+        path = Path(client.download_artifacts(newest.info.run_id, DECISION_FILE, folder))
+        data = json.loads(path.read_text(encoding="utf-8"))
+    return data if isinstance(data, dict) else {}
 
 
 def known_sweeps(store: Store) -> list[str]:

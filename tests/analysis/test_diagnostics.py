@@ -69,9 +69,9 @@ CANDIDATE_WARNINGS: list[tuple[str, str, Change]] = [
 def test_each_warning_lights_up_and_decides_nothing(
     analysis: Any, code: str, policy: str, change: Change
 ) -> None:
-    rule = DecisionRule(margin_train=0.5, margin_held_out=0.5) if code == "SPIKES_EXCESS" else None
+    rule = DecisionRule(margin=0.5) if code == "SPIKES_EXCESS" else None
     if code == "TREND_WORSENING":
-        rule = DecisionRule(margin_train=0.016)
+        rule = DecisionRule(margin=0.016)
     benign = make_grid({"fp32": {}, policy: {"luck": 1e-4}})
     planted = [change(r) if r.policy == policy else r for r in benign]
     verdict = analysis.verdict(planted, policy, rule=rule)
@@ -160,7 +160,7 @@ def test_a_margin_that_does_not_shrink_with_the_loss_gets_no_warning(analysis: A
     """A margin of one's own, and losses that can be negative and so have no natural zero."""
     benign = {"fp32": {}, "bf16": {"luck": 1e-4}}
     near_zero = make_grid(benign, floor=0.01, noise=0.0)
-    own = DecisionRule(margin_train=0.1, margin_held_out=0.1)
+    own = DecisionRule(margin=0.1)
     assert "LOSS_NEAR_ZERO" not in model_codes(analysis, near_zero, rule=own)
     signed = [
         with_series(r, loss=[*r.series["loss"][:-1], -0.01])
@@ -178,7 +178,7 @@ def test_the_threshold_of_spikes_is_the_one_that_was_passed(analysis: Any) -> No
             losses[step] += 3.0
         return with_series(record, loss=losses)
 
-    rule = DecisionRule(margin_train=5.0, margin_held_out=5.0)
+    rule = DecisionRule(margin=5.0)
     for ours, warned in ((6, False), (7, True)):
         grid = make_grid(["fp32", "bf16"])
         records = [spikes(r, 2 if r.policy == "fp32" else ours) for r in grid]

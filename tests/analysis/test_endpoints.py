@@ -12,6 +12,7 @@ from factories import diverged, make_record, with_series
 
 from harness.analysis.decision import DecisionRule
 from harness.analysis.endpoints import (
+    OWN_UNIT,
     head_loss,
     measure_levels,
     paired_difference,
@@ -130,11 +131,30 @@ def test_one_negative_loss_is_enough_to_leave_the_loss_term_out() -> None:
 
 
 def test_margin_of_ones_own_and_of_a_reference_that_learned_nothing() -> None:
-    own = DecisionRule(margin_train=0.3)
-    level = measure_levels(references(), own)["train"]
-    assert (level.margin, level.margin_term) == (0.3, "user")
-    assert measure_levels(references(), own)["held_out"].margin_term != "user"
+    formula = measure_levels(references(), RULE)
+    for endpoint, level in measure_levels(references(), DecisionRule(margin=0.3)).items():
+        assert (level.margin, level.margin_term) == (0.3, "user")
+        assert level.formula_margin == formula[endpoint].margin == formula[endpoint].formula_margin
     assert measure_levels(references(start=2.0, floor=2.5), RULE)["train"].margin == 0.0
+
+
+def test_a_margin_in_one_unit_leaves_an_endpoint_in_another_to_the_formula() -> None:
+    runs = references(held_out_unit=OWN_UNIT)
+    formula = measure_levels(runs, RULE)
+    of_loss = measure_levels(runs, DecisionRule(margin=0.3))
+    assert (of_loss["train"].margin, of_loss["held_out"]) == (0.3, formula["held_out"])
+    own = measure_levels(runs, DecisionRule(margin="0.3 own"))
+    assert (own["held_out"].margin, own["train"]) == (0.3, formula["train"])
+    assert own["held_out"].margin_term == "user"
+    share = measure_levels(runs, DecisionRule(margin="3 %"))
+    for endpoint, level in share.items():
+        assert level.margin_term == "user"
+        assert level.margin == pytest.approx(0.03 * formula[endpoint].progress)
+
+
+def test_a_share_of_nothing_learned_is_no_margin() -> None:
+    level = measure_levels(references(start=2.0, floor=2.5), DecisionRule(margin="3 %"))["train"]
+    assert (level.margin, level.margin_term) == (0.0, "progress")
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e8])

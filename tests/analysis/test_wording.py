@@ -72,7 +72,7 @@ def _estimate(term: str) -> Estimate:
         ("loss", "2 % of FP32's loss at the end (0.632 nats)"),
         ("seed_sd", "50 % of the spread of FP32's held-out loss over seeds"),
         ("cap", "5 % of what FP32 learned (2.12 nats), the most that is allowed"),
-        ("user", "your own (decision.margin_train, decision.margin_held_out)"),
+        ("user", "your own (decision.margin)"),
     ],
 )
 def test_the_margin_is_explained_by_the_term_that_set_it(term: str, wanted: str) -> None:

@@ -163,9 +163,10 @@ def test_every_policy_differs_from_every_other_and_says_what_it_is():
         assert chosen.description.endswith(".")
 
 
-def test_the_twin_is_the_control_and_fp32_the_reference():
+def test_the_moved_fp32_runs_are_controls_and_fp32_the_reference():
     assert BUILT_IN["fp32_twin"].perturbation == 2**-8
-    assert [n for n, p in BUILT_IN.items() if p.is_control] == ["fp32_twin"]
+    assert BUILT_IN["fp32_ulp"].perturbation == 2**-23
+    assert sorted(n for n, p in BUILT_IN.items() if p.is_control) == ["fp32_twin", "fp32_ulp"]
     assert [n for n, p in BUILT_IN.items() if p.is_reference] == ["fp32"]
 
 

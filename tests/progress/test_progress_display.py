@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from harness.progress import (
     SweepState,
     estimate_rest,
     format_duration,
+    read_beats,
 )
 from harness.progress.views import LineView, LiveView
 
@@ -58,6 +60,23 @@ def test_rest_is_elapsed_time_over_share_done() -> None:
 
 def test_a_run_that_ended_early_is_done() -> None:
     assert estimate_rest((_beat("a", 3, "crashed"),), num_to_run=2, elapsed_s=8.0) == 8.0
+
+
+def test_a_run_that_need_not_start_costs_nothing() -> None:
+    done, spared = _beat("a", 100, "completed"), _beat("b", 0, "spared")
+    assert estimate_rest((done, spared), num_to_run=3, elapsed_s=8.0) == pytest.approx(8.0)
+
+
+def test_a_run_that_need_not_start_is_told_with_its_reason(tmp_path: Path) -> None:
+    Heartbeat(tmp_path).spare("k", "toy fp16 seed 1", "seed 0 overflowed")
+    state = dataclasses.replace(_state(total=3), beats=tuple(read_beats(tmp_path)))
+    out = io.StringIO()
+    view = LineView(out, every_s=15.0)
+    view.open()
+    view.close(state)
+    line, closing = out.getvalue().splitlines()
+    assert line == "[3/3] toy fp16 seed 1  not needed: seed 0 overflowed  ETA 3:20"
+    assert closing == "3 of 3 runs done, 2 of them before, 1 of them not needed, in 1:05"
 
 
 def test_expected_costs_weigh() -> None:

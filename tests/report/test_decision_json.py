@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from report_samples import estimate, make_findings, make_verdict
 
-from harness.analysis.findings import Choice, ModelFindings, Ratio, Reason
+from harness.analysis.findings import Choice, LookSummary, ModelFindings, Ratio, Reason, Savings
+from harness.analysis.seed_plan import SeedPlan
 from harness.report.decision_json import decision_document, decision_schema, decision_text
 
 
@@ -22,6 +23,18 @@ def validator() -> jsonschema.Draft202012Validator:
     schema = decision_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
+
+
+_LOOK = LookSummary(
+    index=2,
+    of=3,
+    pairs=5,
+    alpha=0.015,
+    settled=True,
+    stop="accepted",
+    sentence="Accepted.",
+    intervals={"train": (-0.4, 0.1, 0.6), "held_out": (-0.5, math.nan, 0.7)},
+)
 
 
 def _full_findings() -> ModelFindings:
@@ -43,11 +56,27 @@ def _full_findings() -> ModelFindings:
         reasons=(Reason(code="A_CODE", message="m", value=1.0, threshold=2.0, kind="gate"),),
         min_detectable_harm={"train": 0.1},
         diagnostics={"zero_grad_share": (0.1, None)},
+        look=_LOOK,
+        looks=(dataclasses.replace(_LOOK, index=1, stop="went_on", settled=False), _LOOK),
+        settle=("Seeds: 12 in all.",),
+        accepting_margins={"train": 0.03, "held_out": 0.04},
+        scope="the first 300 steps",
+        failure_rate_note="a run failed",
+        min_detectable_harm_note="too few",
     )
     return make_findings(
         verdict,
         make_verdict("fp32_twin", is_control=True),
         failed="the reference crashed",
+        plan=SeedPlan(kind="looks", looks=(3, 6), alphas=(0.03, 0.02)),
+        savings=Savings(
+            runs=5,
+            full_runs=18,
+            seconds=2.5,
+            full_seconds=9.0,
+            by_policy={"bf16": 3, "fp32": 2},
+            sentence="5 of 18 runs were not needed.",
+        ),
     )
 
 
@@ -79,6 +108,17 @@ def test_values_come_through_unchanged() -> None:
     assert stored["reasons"] == [dataclasses.asdict(verdict.reasons[0])]
     wanted = dataclasses.asdict(verdict.estimates["train"])
     assert stored["estimates"]["train"] == {**wanted, "differences": list(wanted["differences"])}
+    assert stored["look"] == stored["looks"][1]
+    assert [look["stop"] for look in stored["looks"]] == ["went_on", "accepted"]
+    wanted_look = {**dataclasses.asdict(_LOOK), "intervals": stored["look"]["intervals"]}
+    assert stored["look"] == wanted_look
+    assert stored["look"]["intervals"]["train"] == {"low": -0.4, "mean": 0.1, "high": 0.6}
+    assert stored["look"]["intervals"]["held_out"]["mean"] is None
+    for name in ("scope", "failure_rate_note", "min_detectable_harm_note", "accepting_margins"):
+        assert stored[name] == getattr(verdict, name)
+    assert stored["settle"] == list(verdict.settle)
+    assert document["plan"] == {"kind": "looks", "looks": [3, 6], "alphas": [0.03, 0.02]}
+    assert document["savings"] == dataclasses.asdict(findings.savings)
     assert document["chosen_policy"] == "bf16"
     assert document["failed"] == "the reference crashed"
     assert document["rule"] == findings.rule

@@ -61,6 +61,14 @@ def test_difference_text_scales_by_the_margin() -> None:
     assert text.difference_text(None) == "n/a"
 
 
+def test_an_interval_without_an_end_says_so() -> None:
+    one = estimate((0.01, 0.03), margin=0.1)
+    open_below = dataclasses.replace(one, ci_low=-math.inf)
+    assert text.difference_text(open_below).startswith("+0.20 [-inf, +")
+    assert text.interval_text(0.2, -math.inf, 143.0) == "+0.20 [-inf, +143]"
+    assert text.interval_text(0.2, math.nan, math.nan) == "+0.20"
+
+
 def test_worst_endpoint_is_the_one_that_reaches_furthest_in_margins() -> None:
     # Held-out is smaller in nats but larger in its own, tighter margin.
     train = dataclasses.replace(estimate((0.0, 0.0), margin=0.1), ci_high=0.05)

@@ -79,13 +79,13 @@ def test_without_a_held_out_set_only_the_training_loss_is_shown() -> None:
         text = _printed(make_findings(verdict), width)
         assert "training loss" in text
         assert "held-out" not in text
-        assert "margin_held_out" not in text
+        assert "held_out" not in text
 
 
 def test_the_size_of_the_margin_is_told_with_what_set_it(written: Any) -> None:
     text = _printed(written.findings, 120)
     assert "1 margin = 0.02 nats: 1 % of what FP32 learned (2 nats)." in text
-    assert "decision.margin_train=... decision.margin_held_out=..." in text
+    assert "decision.margin=0.02" in text
     verdict = make_verdict(
         estimates={
             "train": estimate((0.001, 0.002, 0.0015)),
@@ -169,13 +169,16 @@ def test_names_are_not_console_markup() -> None:
         choice=Choice(policy=None, sentence=name, speed_basis="measured"),
     )
     text = _printed(findings, 200)
-    assert text.count(name) == 4  # heading, row, reason, recommendation
+    # Heading, row, smallest harm, failure rate, reason, recommendation.
+    assert text.count(name) == 6
     assert "[bold]m[/bold][/nothing]" in text
 
 
 def test_a_failed_model_prints_its_sentence() -> None:
     text = _printed(make_findings(failed="The reference crashed."), 80)
     assert "No verdict: The reference crashed." in text
+    settled = make_findings(make_verdict("bf16", "accept"), failed="The reference crashed.")
+    assert "Incomplete: The reference crashed." in _printed(settled, 80)
 
 
 def test_colour_only_in_a_terminal(written: Any) -> None:

@@ -18,6 +18,7 @@ from harness.tracking import store as store_module
 from harness.tracking.location import Store, StoreUnreachable, opened, resolve_store
 from harness.tracking.store import (
     comparison_links,
+    fetch_decision,
     fetch_records,
     known_sweeps,
     log_record,
@@ -195,6 +196,14 @@ def test_the_report_is_a_run_of_its_own_and_is_replaced(store: Store, report: Pa
         figures = [artifact.path for artifact in client.list_artifacts(new, "figures")]
     assert names == {"report.html", "decision.json", "figures"}
     assert figures == ["figures/loss.svg"]
+
+
+def test_the_decision_of_a_sweep_is_that_of_its_report(store: Store, report: Path) -> None:
+    assert fetch_decision(store, sweep_id="decided") == {}
+    for looks in ([3], [3, 5]):
+        (report / "decision.json").write_text(json.dumps({"plan": {"looks": looks}}))
+        log_report(store, experiment="toy", sweep_id="decided", folder=report, markdown="#")
+    assert fetch_decision(store, sweep_id="decided") == {"plan": {"looks": [3, 5]}}
 
 
 def test_links(store: Store, stored: Make) -> None:

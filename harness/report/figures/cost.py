@@ -47,8 +47,9 @@ def cost(evidence: Evidence, styles: Styles) -> Drawing | None:
         "cost",
         title="Step time and memory",
         caption=(
-            f"Candidate over {reference}, with 95 % intervals where they were estimated: left of 1 "
-            "is faster or smaller. Emulated runs have no step time."
+            f"Candidate over {reference}, with 95 % intervals (a bootstrap over blocks of steps) "
+            "where they were estimated: left of 1 is faster or smaller. Emulated runs have no step "
+            "time."
         ),
         alt=f"Ratios to {reference}. {values}.",
         render=lambda size: _render(size, rows, shown, reference, styles),

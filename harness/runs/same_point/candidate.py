@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.precision.execution import Execution, applied
+from harness.precision.execution import Execution
 from harness.precision.policy import PrecisionPolicy
 from harness.precision.undisturbed import undisturbed
 from harness.probes.gradient_error import GradientSums, gradient_sums
 from harness.runs.crash import Position
-from harness.runs.determinism import seed_torch, stream_seed
-from harness.runs.dropout import MaskRecorder
+from harness.runs.same_point.bench import Bench
 from harness.runs.same_point.fp64_gradients import NotInFP64Error, fp64_gradient
 from harness.runs.same_point.local_errors import LocalError, LocalErrors
 from harness.runs.same_point.module_errors import TruthSums, truth_sums
@@ -24,58 +22,9 @@ from harness.runs.same_point.record import Point
 from harness.runs.same_point.state_now import StateNow
 from harness.runs.same_point.steps_aside import StepsAside
 from harness.workloads.base import Workload
-from harness.workloads.batches import to_device
 
 # FP32's error relative to FP64 from which its gradient is nothing but rounding noise.
 _NOISE_ONLY = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """What all measurements of one probe share.
-
-    Attributes:
-        workload: The model.
-        batches: The K batches, on the device.
-        device: Where the model is.
-        backend: As for `applied`.
-        masks: Recorder of the `paired_dropout` in force.
-        seed: Of the random draws in the steps.
-    """
-
-    workload: Workload
-    batches: tuple[Any, ...]
-    device: torch.device
-    backend: str
-    masks: MaskRecorder
-    seed: int
-
-    def steps(
-        self,
-        state: StateNow,
-        policy: PrecisionPolicy,
-        execution: Execution,
-        *,
-        position: Position,
-        first_scale: float | None = None,
-    ) -> StepsAside:
-        """Return the steps of a policy that is in force."""
-        return StepsAside(
-            self.workload,
-            state,
-            policy=policy,
-            execution=execution,
-            masks=self.masks,
-            seed=self.seed,
-            position=position,
-            first_scale=first_scale,
-        )
-
-    def forward(self, state: StateNow, execution: Execution) -> Tensor:
-        """Compute the loss of the first batch, with the random draws of its step."""
-        seed_torch(stream_seed(self.seed, stream="step", index=0), self.device)
-        with execution.forward():
-            return self.workload.loss_fn(state.model, to_device(self.batches[0], self.device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,15 +135,27 @@ def candidate_point(
     *,
     position: Position,
     first_scale: float | None,
+    workload: Workload | None = None,
 ) -> CandidatePoint:
     """Make a candidate's steps from the state of the reference and compare.
+
+    Args:
+        bench: The reference's.
+        reference: FP32 here.
+        policy: The candidate's.
+        position: Told what is going on.
+        first_scale: Loss scale to begin with, if the policy scales.
+        workload: Whose loss and optimizer the candidate uses, on the reference's model; None for
+            the reference's own.
 
     Raises:
         Exception: Whatever the model raises under the policy.
     """
     state = reference.state
+    if workload is not None:
+        bench = dataclasses.replace(bench, workload=workload, is_candidates=True)
     with undisturbed(state.model):
-        with _in_force(bench, state, policy) as execution:
+        with bench.in_force(state, policy) as execution:
             steps = bench.steps(
                 state, policy, execution, position=position, first_scale=first_scale
             )
@@ -246,15 +207,6 @@ def _points(
         updated=retained[1][1],
     )
     return point, at_final
-
-
-def _in_force(bench: Bench, state: StateNow, policy: PrecisionPolicy) -> Any:
-    def trace() -> object:
-        return bench.workload.loss_fn(state.model, to_device(bench.batches[0], bench.device))
-
-    return applied(
-        policy, state.model, device=bench.device, backend=bench.backend, trace_forward=trace
-    )
 
 
 def _compare_steps(
@@ -319,8 +271,11 @@ def _local(
 ) -> dict[str, LocalError]:
     """Return the errors by module: handed over, FP32 on the same inputs, the candidate on them."""
     local, state = reference.local, reference.state
-    with _in_force(bench, state, policy) as execution:
+    with bench.in_force(state, policy) as execution:
         dtypes = local.handed_over(lambda: bench.forward(state, execution))
     local.prepare(dtypes)
-    with _in_force(bench, state, policy) as execution:
+    with bench.in_force(state, policy) as execution:
+        if bench.is_candidates:
+            # Its loss may leave in the modules (a function that they call) what makes them its own.
+            bench.forward(state, execution)
         return local.compare(execution, dtypes)

@@ -19,8 +19,8 @@ from harness.runs.crash import Position, describe_crash
 from harness.runs.determinism import deterministic, preserved_random_state, stream_seed
 from harness.runs.loop import TrainingRun
 from harness.runs.same_point.batches import ProbeBatches, probe_batches
+from harness.runs.same_point.bench import Bench
 from harness.runs.same_point.candidate import (
-    Bench,
     ReferencePoint,
     candidate_point,
     reference_point,
@@ -51,6 +51,7 @@ def measure_same_point(
     probe: SamePointSettings,
     known: KnownRun,
     loss_scales: Mapping[str, Sequence[float]] | None = None,
+    workloads: Mapping[str, Workload] | None = None,
     on_progress: OnProgress | None = None,
 ) -> dict[str, SamePointRecord]:
     """Measure every candidate along the reference's run; return a record for each, by name.
@@ -67,12 +68,15 @@ def measure_same_point(
         known: What is stored of that run.
         loss_scales: Policy name -> its own run's loss scale per step, where its scaler starts from
             if it is larger than the policy's first scale.
+        workloads: Policy name -> the workload whose loss and optimizer that candidate uses, on the
+            model of `workload`, whose weights it must have; by default `workload` itself.
         on_progress: Told after every candidate and point.
     """
     device = torch.device(settings.device)
     visits = _Visits(
         workload, candidates, settings, probe=probe, known=known, loss_scales=loss_scales or {}
     )
+    visits.workloads = workloads or {}
     visits.on_progress = on_progress
     run = visits.run = TrainingRun(workload, reference, settings, None, on_step=visits)
     failure = None
@@ -104,6 +108,7 @@ class _Visits:
 
     run: TrainingRun
     on_progress: OnProgress | None = None
+    workloads: Mapping[str, Workload]
 
     def __init__(
         self,
@@ -210,6 +215,7 @@ class _Visits:
                 policy,
                 position=position,
                 first_scale=self._scale_of(policy.name, reference.step),
+                workload=self.workloads.get(policy.name),
             )
         except Exception as error:  # noqa: BLE001 - a candidate that raises has no measurement
             found.failed = describe_crash(error, position=position, model=model).sentence

@@ -122,6 +122,24 @@ def _undo_casts(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 own[name] = value
 
 
+def own_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return by group of an optimizer its settings, learning rates left out."""
+    left_out = ("params", "lr", "initial_lr")
+    return [
+        {name: value for name, value in group.items() if name not in left_out}
+        for group in optimizer.param_groups
+    ]
+
+
+def run_post_step_hooks(optimizer: Optimizer) -> None:
+    """Do what hooks do after a step, such as rounding the state that is kept until the next.
+
+    State that was loaded from another optimizer then is as this one would have kept it.
+    """
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        hook(optimizer, (), {})
+
+
 def scale_rates(optimizer: Optimizer, factor: float) -> None:
     """Multiply the learning rate of every group, those of optimizers within it too, once."""
     groups = [group for one in optimizers_within(optimizer) for group in one.param_groups]

@@ -29,6 +29,8 @@ from harness.runs.same_point.state_now import (
     flat,
     flat_gradient,
     load_copies,
+    own_settings,
+    run_post_step_hooks,
     scale_rates,
 )
 from harness.runs.step import StepOutcome, TrainingStep
@@ -68,6 +70,8 @@ class StepsAside:
         seed: Of the random draws in the steps; the index of a batch makes the rest of it.
         position: Told what is going on.
         first_scale: Loss scale to begin with, if the policy scales.
+        own_optimizer: Whether the workload's optimizer is not that of the run: its settings but the
+            learning rate count, and what its hooks do after every step has been done to the state.
 
     Attributes:
         optimizer: The one that makes them; not the run's.
@@ -84,6 +88,7 @@ class StepsAside:
         seed: int,
         position: Position,
         first_scale: float | None = None,
+        own_optimizer: bool = False,
     ) -> None:
         self._workload, self._state, self._policy = workload, state, policy
         self._execution, self._masks, self._seed = execution, masks, seed
@@ -95,11 +100,17 @@ class StepsAside:
         self._backoffs = 0
         position.doing = "while making the optimizer"
         self.optimizer = workload.make_optimizer(state.model)
+        own = own_settings(self.optimizer) if own_optimizer else None
         load_copies(
             self.optimizer,
             state.optimizer_states,
             cast_to_weights=policy.weight_rounding != "stochastic",
         )
+        if own is not None:
+            # Loading has made the groups anew.
+            for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+                group.update(settings)
+            run_post_step_hooks(self.optimizer)
         self._optimizer_state = OptimizerState(self.optimizer)
 
     def run(

@@ -308,6 +308,113 @@ def test_a_final_rate_at_which_updates_are_lost():
     assert final.retained / final.updated < 0.3
 
 
+class Exchangeable(nn.Module):
+    """Computes its activation through an attribute, which a loss may set."""
+
+    def __init__(self):
+        super().__init__()
+        self.activation = F.relu
+
+    def forward(self, x):
+        return self.activation(x)
+
+
+def exchangeable_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 24), Exchangeable(), nn.Linear(24, CLASSES))
+
+
+def through(activation):
+    def loss(model, batch):
+        model[1].activation = activation
+        return cross_entropy(model, batch)
+
+    return loss
+
+
+def halving_adamw(model):
+    """Return an optimizer that takes back half of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = []
+
+    def remember(*_):
+        before[:] = [p.detach().clone() for p in model.parameters()]
+
+    def take_back(*_):
+        with torch.no_grad():
+            for parameter, old in zip(model.parameters(), before, strict=bool(before)):
+                parameter.lerp_(old, 0.5)
+
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(take_back)
+    return optimizer
+
+
+def test_a_candidate_with_code_of_its_own():
+    """A fault in the loss or in the optimizer is seen, beside one that has neither."""
+    shared = TinyWorkload(model=exchangeable_mlp, loss=through(F.relu))
+    policies = [dataclasses.replace(FP32, name=name) for name in ("again", "loss", "optimizer")]
+    own = {
+        "loss": dataclasses.replace(shared, loss=through(lambda x: 1.25 * F.relu(x))),
+        "optimizer": dataclasses.replace(shared, optimizer=halving_adamw),
+    }
+    found = probe(shared, *policies, workloads=own)
+    assert all(r.same_trajectory is True for r in found.values())
+    again, loss, optimizer = (Ratios.of(found[p.name]) for p in policies)
+    assert (again.nu, again.eta, again.retention) == (0, 1, 1)
+    assert (optimizer.nu, optimizer.eta) == (0, 1)
+    assert optimizer.retention == pytest.approx(0.5, rel=1e-5)  # one FP32 rounding in each lerp
+    assert loss.nu > 0.01
+    # 1.25 x for x, in the module that computes it and in no other.
+    errors = {m.module: m.local_forward_error for m in found["loss"].modules[1:]}
+    assert errors == {"0": 0.0, "1": pytest.approx(0.25, rel=1e-6), "2": 0.0}
+    assert {m.local_forward_error for m in found["again"].modules} == {0.0}
+
+
+def rounding_adamw(model):
+    """Return an optimizer after whose steps the second moment is kept in a quarter of its size."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+
+    def shrink(*_):
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].div_(4.0)
+
+    optimizer.register_step_post_hook(shrink)
+    return optimizer
+
+
+def test_what_an_optimizer_does_after_each_step_was_done_to_its_state_before():
+    """A moment that is stored wrongly acts in the next step: the step aside must be that one."""
+    shared = TinyWorkload(
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.0)
+    )
+    own = {"fp32_again": dataclasses.replace(shared, optimizer=rounding_adamw)}
+    again = dataclasses.replace(FP32, name="fp32_again")
+    found = probe(shared, again, workloads=own, points=(0.9,))["fp32_again"]
+    # The moment is 0.999 v + 0.001 g^2, with v a quarter: the step is up to twice as long.
+    assert 1.7 < Ratios.of(found).retention < 2.0
+    assert found.same_trajectory is True
+
+
+def test_settings_of_a_candidates_optimizer_are_its_own():
+    def larger_eps(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e3)
+
+    # The rate here is that of the run, whatever the candidate's optimizer begins with.
+    def other_rate(model):
+        return torch.optim.AdamW(model.parameters(), lr=7.0)
+
+    shared = TinyWorkload(scheduler=cosine)
+    policies = [dataclasses.replace(FP32, name=name) for name in ("eps", "rate")]
+    own = {
+        "eps": dataclasses.replace(shared, optimizer=larger_eps),
+        "rate": dataclasses.replace(shared, optimizer=other_rate),
+    }
+    found = probe(shared, *policies, workloads=own)
+    # Only weight decay is left of the step.
+    assert abs(Ratios.of(found["eps"]).retention) < 0.1
+    assert Ratios.of(found["rate"]).retention == 1
+
+
 def tiny_loss(model, batch):
     # Output gradients near 1e-9: below FP16's smallest subnormal, 6e-8.
     return 1e-7 * cross_entropy(model, batch)
