@@ -1,0 +1,1 @@
+"""The calibration study: small trainings, planted faults, and how every rule judges them."""
