@@ -10,14 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from command_line import TIMEOUT_S, WORKLOADS, Done, command, environment
 
-import harness
 from harness.experiment.job import finished_record
 from harness.report.decision_json import decision_schema
 from harness.runs.record import read_record
@@ -25,9 +24,6 @@ from harness.tracking.location import opened, resolve_store
 
 pytestmark = pytest.mark.slow
 
-WORKLOADS = Path(__file__).parent / "workloads"
-ROOT = Path(harness.__file__).resolve().parents[1]
-TIMEOUT_S = 180
 # Two workers; everything else as a user's first sweep has it. The timing stage has its own tests.
 SWEEP = (
     *("+sweep=smoke", "workload=custom", "workload.file=tiny.py", "sweep_id=first"),
@@ -36,35 +32,6 @@ SWEEP = (
 )
 # One process, nothing tracked, for tests that are about something else.
 PLAIN = ("workload=custom", "throughput.phase=false", "tracking.enabled=false")
-
-
-@dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-def environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "MLFLOW_"))}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def command(folder: Path, *arguments: str) -> Done:
-    done = subprocess.run(
-        [sys.executable, "-m", "harness", *arguments],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    # Nobody looks at a terminal here: no colours, no cursor movements.
-    assert "\x1b" not in done.stdout + done.stderr
-    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def with_files(folder: Path, *names: str) -> Path:

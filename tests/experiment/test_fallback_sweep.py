@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import WORKLOADS, succeeded
 
-import harness
 from harness.experiment import manifest as manifests
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(harness.__file__).resolve().parents[1]
 MODEL = "wide_feedforward"  # a product of it overflows in FP16, and is harmless in BF16
 GRID = (
     *("+sweep=precision", "workload=custom", f"workload.file={MODEL}.py", "train.steps=60"),
     *("policy=fp32,fp16", "decision.try_fallback=true", "throughput.phase=false"),
     *("tracking.enabled=false", "hydra.launcher.n_jobs=1"),
 )
-
-
-def command(folder: Path, *arguments: str) -> str:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "MLFLOW_"))}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "harness", *arguments],
-        cwd=folder,
-        env={**kept, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def decision(folder: Path) -> dict[str, Any]:
@@ -56,9 +36,9 @@ def written(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("plan", ["looks", "fixed"])
 def test_the_fallback_is_trained_judged_and_found_again(plan: str, tmp_path: Path) -> None:
-    shutil.copy(ROOT / "tests" / "end_to_end" / "workloads" / f"{MODEL}.py", tmp_path)
+    shutil.copy(WORKLOADS / f"{MODEL}.py", tmp_path)
     grid = GRID if plan == "looks" else (*GRID, "decision.seeds=3")
-    out = command(tmp_path, *grid)
+    out = succeeded(tmp_path, *grid).out
     assert "fp16_in_bf16 is tried automatically for fp16" in out
     verdicts = decision(tmp_path)
     assert {name: v["outcome"] for name, v in verdicts.items()} == {
@@ -79,12 +59,12 @@ def test_the_fallback_is_trained_judged_and_found_again(plan: str, tmp_path: Pat
     # As after a kill in the middle of the fallback: its one lost run is trained, nothing else.
     lost = next(r for r in manifest.runs if (r.policy, r.seed) == ("fp16_in_bf16", 1))
     shutil.rmtree(tmp_path / "runs" / lost.run_key)
-    command(tmp_path, *grid)
+    succeeded(tmp_path, *grid)
     after = written(tmp_path)
     assert {key for key in after if after[key] != before[key]} == {lost.run_key}
     again = decision(tmp_path)
     assert {name: v["estimates"] for name, v in again.items()} == {
         name: v["estimates"] for name, v in verdicts.items()
     }
-    command(tmp_path, "action=report", "sweep_id=latest", "tracking.enabled=false")
+    succeeded(tmp_path, "action=report", "sweep_id=latest", "tracking.enabled=false")
     assert decision(tmp_path) == again

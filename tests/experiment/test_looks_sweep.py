@@ -10,54 +10,24 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import TIMEOUT_S, WORKLOADS, Done, environment, succeeded
 
-import harness
 from harness.experiment import manifest as manifests
 from harness.runs.record import read_record
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(harness.__file__).resolve().parents[1]
-WORKLOAD = ROOT / "tests" / "end_to_end" / "workloads" / "wide_product.py"
-TIMEOUT_S = 300
+WORKLOAD = WORKLOADS / "wide_product.py"
 # FP16 overflows in the first product, BF16 is harmless, three mantissa bits are near the margin.
 GRID = (
     *("+sweep=precision", "workload=custom", "workload.file=wide_product.py"),
     *("--config-dir", "mine", "policy=fp32,bf16,e8m3,fp16_unscaled", "probes=none"),
     *("throughput.phase=false", "tracking.enabled=false", "hydra.launcher.n_jobs=1"),
 )
-
-
-@dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-def environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "MLFLOW_"))}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def command(folder: Path, *arguments: str) -> Done:
-    done = subprocess.run(
-        [sys.executable, "-m", "harness", *arguments],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def prepared(folder: Path) -> Path:
@@ -101,7 +71,7 @@ def seeds_of(folder: Path, policy: str) -> list[int]:
 @pytest.fixture(scope="module")
 def adaptive(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     folder = prepared(tmp_path_factory.mktemp("adaptive"))
-    return folder, command(folder, *GRID)
+    return folder, succeeded(folder, *GRID)
 
 
 def test_seeds_are_spent_only_where_they_decide(adaptive):
@@ -139,7 +109,7 @@ def test_what_each_look_settled_is_said(adaptive):
 def test_a_repeated_command_replays_its_looks_without_training(adaptive):
     folder, _ = adaptive
     before, old = trained(folder), decision(folder)
-    again = command(folder, *GRID)
+    again = succeeded(folder, *GRID)
     assert trained(folder) == before
     assert without_times(decision(folder)) == without_times(old)
     assert "of which 20 are finished and reused" in again.out
@@ -149,7 +119,7 @@ def test_a_report_is_the_same_decision(adaptive):
     folder, _ = adaptive
     old = decision(folder)
     shutil.rmtree(folder / "reports")
-    command(folder, "action=report", "sweep_id=latest")
+    succeeded(folder, "action=report", "sweep_id=latest")
     assert without_times(decision(folder)) == without_times(old)
     assert decision(folder)["savings"] == old["savings"]
 
@@ -173,7 +143,7 @@ def test_a_sweep_killed_after_its_first_look_goes_on_from_there(adaptive, tmp_pa
     process.wait(timeout=60)
     before = trained(folder)
     assert ("bf16", 3) not in before
-    command(folder, *GRID)
+    succeeded(folder, *GRID)
     after = trained(folder)
     assert {run: after[run] for run in before} == before
     assert after.keys() == trained(adaptive[0]).keys()
@@ -185,7 +155,7 @@ def test_seeds_by_number_and_by_name_are_one_fixed_plan(adaptive, tmp_path):
     shutil.copytree(adaptive[0], folder)
     before, found = trained(folder), []
     for seeds in ("decision.seeds=3", "seed=0,1,2"):
-        done = command(folder, *GRID, seeds)
+        done = succeeded(folder, *GRID, seeds)
         assert "not needed" not in done.out
         assert "look" not in done.out.split("estimate")[0]
         found.append(decision(folder))
@@ -202,7 +172,7 @@ def test_seeds_by_number_and_by_name_are_one_fixed_plan(adaptive, tmp_path):
 def test_always_valid_looks_after_every_seed(tmp_path):
     folder = prepared(tmp_path)
     grid = [a.replace("e8m3,", "") for a in GRID]
-    done = command(folder, *grid, "decision.always_valid=true", "decision.looks=[3,5]",
+    done = succeeded(folder, *grid, "decision.always_valid=true", "decision.looks=[3,5]",
                    "decision.look_alphas=[0.03,0.02]")  # fmt: skip
     assert "3 to 5: a look after every one" in done.out
     plan = decision(folder)["plan"]
