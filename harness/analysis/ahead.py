@@ -66,7 +66,7 @@ def look_ahead(
     found = _forecast(estimates, setting)
     sentences: tuple[str, ...] = ()
     if setting.last_look and test.reason.code == "CI_SPANS_MARGIN":
-        sentences = _sentences(estimates, setting)
+        sentences = _sentences(estimates, setting, probe_fails=bool(failing))
     return Ahead(
         extra_seeds=found.extra_seeds,
         reason=found.reason,
@@ -86,7 +86,9 @@ def _forecast(estimates: Mapping[Endpoint, Estimate], setting: Setting) -> Forec
     return forecast_looks(estimates, setting.rule, plan=setting.plan, look=setting.look)
 
 
-def _sentences(estimates: Mapping[Endpoint, Estimate], setting: Setting) -> tuple[str, ...]:
+def _sentences(
+    estimates: Mapping[Endpoint, Estimate], setting: Setting, *, probe_fails: bool
+) -> tuple[str, ...]:
     if any(e.ci_high is None for e in estimates.values()):
         return ()
     # Up to the limit of the forecast: whether that many are affordable is the reader's to say.
@@ -100,6 +102,7 @@ def _sentences(estimates: Mapping[Endpoint, Estimate], setting: Setting) -> tupl
         total=None if extra is None else len(setting.seeds) + extra,
         command=_command(extra, setting),
         rule=setting.rule,
+        probe_fails=probe_fails,
     )
 
 

@@ -6,7 +6,7 @@ CODES: dict[str, str] = {
     # --- what the test over seeds said ---
     "NONINFERIOR": (
         "On every endpoint the upper end of the interval lies below the margin: the candidate was "
-        "shown to be as good as FP32, not merely not shown to be worse. Nothing to do."
+        "shown to be worse than FP32 by less than the margin, if at all. Nothing to do."
     ),
     "INFERIOR_TRAIN": (
         "The lower end of the interval of the training-loss difference lies above the margin: the "

@@ -76,7 +76,7 @@ def _sentence(runs: int, full_runs: int, seconds: float | None, full_seconds: fl
     text = f"{runs} of {full_runs} runs were not needed"
     if seconds is None or full_seconds is None:
         return f"{text}."
-    return f"{text}: about {_duration(seconds)} of {_duration(full_seconds)}."
+    return f"{text}: about {_duration(seconds)} of {_duration(full_seconds)} of run time."
 
 
 def _duration(seconds: float) -> str:

@@ -30,6 +30,7 @@ def settle_sentences(
     total: int | None,
     command: str | None,
     rule: DecisionRule,
+    probe_fails: bool = False,
 ) -> tuple[str, ...]:
     """Return what would settle an undecided test, a sentence each.
 
@@ -39,6 +40,7 @@ def settle_sentences(
             number up to `rule.forecast_limit` should.
         command: The command that adds them; None where no command is known.
         rule: Constants.
+        probe_fails: Whether the same-point probe forbids an acceptance: no margin answers it.
     """
     if total is None:
         seeds = (
@@ -56,7 +58,8 @@ def settle_sentences(
             "A longer run: the loss is then averaged over more steps, and FP32 learns more, which "
             "widens the margin."
         )
-    if not rule.familywise:  # else what these runs would be accepted with rests on the others too
+    # With familywise, what these runs would be accepted with rests on the others too.
+    if not (rule.familywise or probe_fails):
         found.append(_own_margin(estimates))
     return tuple(sentence for sentence in found if sentence is not None)
 

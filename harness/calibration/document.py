@@ -11,11 +11,15 @@ from harness.calibration import arm_tables, tables
 from harness.calibration.contenders import Contender, contenders
 from harness.calibration.duels import duels
 from harness.calibration.figures import FOLDER, write_figures
+from harness.calibration.in_short import in_short
 from harness.calibration.page_prose import (
+    NOTES_ON_TASKS,
+    ON_RIVALS,
     duels_text,
     fault_sentences,
     limits,
     method,
+    on_shifts,
     targets_met,
     task_sentences,
 )
@@ -33,6 +37,7 @@ from harness.calibration.targets import (
 from harness.runs.record_files import write_atomically
 
 DOCUMENT = "calibration.md"
+_MIN_PAIRS = DecisionRule().min_pairs
 _CAPTIONS: Mapping[str, str] = {
     "operating": (
         "Shares of verdicts by the true difference, which is planted on the noise of real runs. "
@@ -41,11 +46,22 @@ _CAPTIONS: Mapping[str, str] = {
     ),
     "rules": (
         "Both errors of every rule. A good rule has all its marks at the left edge of both "
-        "panels; the grey bar reaches from the mean to the worst arm at n = 5."
+        "panels; the grey bar reaches from the mean to the worst arm at n = 5. Left: null and "
+        "harmless arms together."
     ),
-    "sizes": "Accepted, undecided and rejected, in percent of the draws, by what the arms are.",
-    "arms": "Every arm of all tasks. To the right of the line an arm harms by more than a margin.",
-    "pairs": "Pairs of runs until a verdict is settled, with looks and looking after every pair.",
+    "sizes": (
+        "Accepted, undecided and rejected, in percent of the draws, by what the arms are. In "
+        "brackets: arms."
+    ),
+    "arms": (
+        "Every arm of all tasks. To the right of the line an arm is worse by more than a margin in "
+        "the mean of all seeds. It may still be grey there (its seeds do not agree) or "
+        "intermittent (few of them fail): in no rate."
+    ),
+    "pairs": (
+        "Pairs of runs until a verdict is settled, with looks and looking after every pair. In "
+        "brackets: arms."
+    ),
 }
 
 
@@ -93,6 +109,7 @@ def document(
     figures = {name: _figure(name) for name in drawn}
     sections = [
         _head(tasks, command=command, quick=quick),
+        *filter(None, [in_short(tasks, half, names=_half_text(tasks, half))]),
         _aims(tasks, rules, half),
         method(tasks, rule),
         _tasks(tasks),
@@ -142,7 +159,11 @@ def _aims(tasks: Sequence[TaskResult], rules: Sequence[Contender], half: Half | 
     if half is not None and targets_met(other):
         parts += [f"On half A: {targets_met(other)}", *_missed(other)]
     parts.append(duels_text(duels(tasks, rules, half)))
-    parts += ["The rates with their 95 % intervals:", tables.interval_table(tasks, half)]
+    parts += [
+        f"The rates with their 95 % intervals (with fewer than {_MIN_PAIRS} pairs only the gates "
+        "decide, and nothing is accepted):",
+        tables.interval_table(tasks, half),
+    ]
     return "\n\n".join(parts)
 
 
@@ -156,7 +177,7 @@ def _tasks(tasks: Sequence[TaskResult]) -> str:
     parts = [
         "## Tasks and arms",
         tables.task_table(tasks, task_sentences(tasks)),
-        "Noise: largest standard deviation over seeds of an FP32 run against FP32, in margins.",
+        NOTES_ON_TASKS,
         tables.group_table(tasks),
     ]
     unprobed = [a for a in arms_of(tasks) if a.probe is None and a.kind != "null"]
@@ -179,10 +200,7 @@ def _rules(
 ) -> str:
     parts = [
         "## Rules side by side",
-        f"Mean over arms, worst arm in brackets; {_half_text(tasks, half)}. What is neither "
-        "accepted nor rejected is undecided. Rivals look at the training loss alone, as those who "
-        "use them do, while an arm is harmful on either loss; each rejects a run whose loss is not "
-        "finite, and has no gates, no probe and no looks.",
+        f"Mean over arms, worst arm in brackets; {_half_text(tasks, half)}. {ON_RIVALS}",
         tables.rival_table(rules),
         *_shown(figures, "rules"),
         tables.rule_table(tasks, rules, half),
@@ -226,11 +244,7 @@ def _characteristic(
             "difference is known, in margins of all seeds. Accepted, rejected: mean (range) over "
             f"{len({(c.task, c.arm) for c in curves})} sources in "
             f"{listing([f'`{name}`' for name in dict.fromkeys(c.task for c in curves)])}. "
-            "Without the probe, which a shift does not have. A draw measures its own "
-            "margin; where a source has little noise, a true difference of exactly one margin is "
-            "judged by the luck of that measurement, so the last row has one margin of the draw. "
-            f"Single sources may lie above {100 * rule.alpha:g} % there: a draw of three from so "
-            "few stored seeds may meet three that happen to agree.",
+            f"{on_shifts(rule)}",
             *_shown(figures, "operating"),
             tables.shift_table(curves),
         ]

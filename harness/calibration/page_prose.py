@@ -13,6 +13,35 @@ from harness.calibration.plans import FIXED, LOOKS
 from harness.calibration.results import TaskResult
 from harness.calibration.targets import Target
 
+NOTES_ON_TASKS = (
+    "D: what FP32 learned over the run. A margin is in the unit of D; in brackets what sets it: "
+    "`progress`, 1 % of D; `loss`, 2 % of FP32's loss at the end; `seed_sd`, half the seed-to-seed "
+    "spread of FP32's held-out loss. Noise: largest standard deviation over seeds of an FP32 run "
+    "against FP32, in margins."
+)
+ON_RIVALS = (
+    "What is neither accepted nor rejected is undecided. This harness may leave an arm undecided; "
+    "a rival accepts what it does not reject, as in use, so both of its errors are larger than if "
+    "it could abstain. Rivals look at the training loss alone, as those who use them do, while an "
+    "arm is harmful on either loss; each rejects a run whose loss is not finite, and has no gates, "
+    "no probe and no looks. The rows of *non-inferiority* are this harness with one loss alone and "
+    "without the probe."
+)
+_ON_DIGITS = frozenset({"convnet", "finetune", "kernel", "recurrent", "diffusion"})
+
+
+def on_shifts(rule: DecisionRule) -> str:
+    """Return how to read the operating characteristic."""
+    return (
+        "Without the probe, which a shift does not have, and with half as many draws. A draw "
+        "measures its own margin; where a source has little noise, a true difference of exactly "
+        "one margin is judged by the luck of that measurement, so in the last row the difference "
+        "is one margin of each draw. Single sources may lie above "
+        f"{100 * rule.alpha:g} % there, with many seeds too: where one seed differs far more than "
+        "all the others, most draws miss it, and their small spread does not tell that their mean "
+        "is off. Three that happen to agree do the same."
+    )
+
 
 def method(tasks: Sequence[TaskResult], rule: DecisionRule) -> str:
     """Return the section on truth, draws and judgement."""
@@ -55,6 +84,7 @@ def limits(tasks: Sequence[TaskResult], *, num_reported: int) -> str:
     bound = f"{100 * failure_rate_bound(most):.0f} % at n = {most}"
     few = "one task" if num_reported == 1 else f"{num_reported} tasks"
     steps = sorted({task.num_steps for task in tasks})
+    kin = _kinship({task.task for task in tasks})
     length = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}" if steps else "no"
     return f"""## What this does not show
 
@@ -67,12 +97,23 @@ def limits(tasks: Sequence[TaskResult], *, num_reported: int) -> str:
 - Independent rates. Arms of a task share their FP32 runs and draws share seeds. The bootstrap
   allows for it as far as {few} can tell, and over so few it is known to be too narrow; where no
   arm ever errs, it is silent, and the interval takes the arms of a task for independent.
-- Truth without error: it rests on the same stored seeds as the draws, which flatters every rule. An
-  arm near a boundary may be on its wrong side, and harm between one margin and what two standard
-  errors resolve is grey, not counted as a miss.
+{kin}- Truth without error: it rests on the same stored seeds as the draws, which flatters every
+  rule. An arm near a boundary may be on its wrong side, and harm between one margin and what two
+  standard errors resolve is grey, not counted as a miss.
 - The cost of the probe, and of a twin where a sweep has one: compute counts trainings of FP32 and
   of candidates alone.
 - The choice among several accepted policies, and Holm's adjustment, were not simulated."""
+
+
+def _kinship(tasks: set[str]) -> str:
+    """Return what the halves share, as an item of the list; empty for a bank without such tasks."""
+    if not {"gpt_cool", "gpt_hot", *_ON_DIGITS} <= tasks:
+        return ""
+    return (
+        "- Halves that have nothing in common: `gpt_hot` is the model and the text of `gpt_cool` "
+        f"at another\n  learning rate, and {len(_ON_DIGITS)} of the {len(tasks)} trainings read "
+        "the same digits. Only the runs of half B were\n  kept out of every choice.\n"
+    )
 
 
 def targets_met(found: Sequence[Target]) -> str:

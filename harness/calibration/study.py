@@ -24,7 +24,8 @@ from harness.runs.record_files import read_if_there, strict_json, write_atomical
 
 # A leading dot: a folder of the bank without one is a task.
 JUDGED_FOLDER = ".judged"
-# Every draw of the operating characteristic is judged at each of its shifts.
+# Every draw of the operating characteristic is judged at each of its shifts; the page says that it
+# has half of the draws.
 _SHIFT_DIVISOR = 2
 # Their source is part of what a stored result rests on.
 _JUDGING = (

@@ -62,9 +62,9 @@ def target_table(reported: Sequence[Target], other: Sequence[Target]) -> str:
 
 
 def wanted_text(aim: Aim) -> str:
-    """Return a target in words: `at most 0.5 %`; `report` where there is none."""
+    """Return a target in words: `at most 0.5 %`; `none` where the value is only reported."""
     if aim.limit is None:
-        return "report"
+        return "none"
     return f"at {'least' if aim.at_least else 'most'} {100 * aim.limit:g} %"
 
 
@@ -90,7 +90,7 @@ def task_table(tasks: Sequence[TaskResult], sentences: Mapping[str, str]) -> str
         )
     headings = [
         "task", "half", "what is trained", "steps", "seeds", "learned (D)", "margin, training",
-        "margin, held-out", "noise", "void",
+        "margin, held-out", "noise (margins)", "void",
     ]  # fmt: skip
     if not any(t.void for t in tasks):
         headings, rows = headings[:-1], [row[:-1] for row in rows]

@@ -131,14 +131,14 @@ def plan_line(findings: ModelFindings) -> str:
     if plan.kind == "looks":
         levels = listing([number(alpha) for alpha in plan.alphas])
         if len(plan.looks) == 1:
-            return f"One look at {pairs} seeds, which may err with {levels}."
+            return f"One look at {pairs} seeds, which may err with probability {levels}."
         return (
-            f"Looks at {pairs} seeds, which may err with {levels}, together at most "
+            f"Looks at {pairs} seeds, which may err with probability {levels}, together at most "
             f"{number(sum(plan.alphas))}: a policy that a look settles gets no further runs."
         )
     return (
         f"A look after every seed from {plan.looks[0]} to {plan.max_pairs}: the intervals are "
-        f"wider, and err at any of the looks with at most {number(plan.alphas[0])}."
+        f"wider, and err at any of the looks with probability {number(plan.alphas[0])} at most."
     )
 
 

@@ -319,7 +319,7 @@ def test_savings_count_what_no_verdict_needed() -> None:
     assert (saved.runs, saved.full_runs) == (14, 32)
     assert saved.seconds == pytest.approx(9 * 2.0 + 5 * 3.0)
     assert saved.full_seconds == pytest.approx(24 * 2.0 + 8 * 3.0)
-    assert saved.sentence == "14 of 32 runs were not needed: about 33 s of 72 s."
+    assert saved.sentence == "14 of 32 runs were not needed: about 33 s of 72 s of run time."
     midway = analyze(first(records, 3)).savings
     assert midway is not None
     assert midway.by_policy == {"tf32": 5}  # bf16 goes on, and FP32 and its twin with it

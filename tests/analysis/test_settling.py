@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_record
+from factories import make_record, make_same_point
 from scipy.stats import t
 
 from harness.analysis.analyzer import analyze_model
@@ -18,6 +18,7 @@ from harness.analysis.findings import Endpoint, Estimate, Verdict
 from harness.analysis.forecast import forecast_looks, looks_command, settle_command
 from harness.analysis.seed_plan import SeedPlan
 from harness.analysis.settling import accepting_margins, settle_sentences
+from harness.runs.same_point.record import SamePointRecord
 
 RULE = DecisionRule()
 LOOKS = SeedPlan.of(RULE, seeds_given=None)
@@ -192,7 +193,13 @@ def test_a_larger_held_out_set_is_named_where_it_alone_is_undecided() -> None:
         assert "A larger held-out set" not in text
 
 
-def undecided(plan: SeedPlan | None, pairs: int, *, margins: Sequence[float]) -> Verdict:
+def undecided(
+    plan: SeedPlan | None,
+    pairs: int,
+    *,
+    margins: Sequence[float],
+    probe: SamePointRecord | None = None,
+) -> Verdict:
     records = [make_record("fp32", seed, seed_sd=0.0) for seed in range(pairs)]
     records += [
         make_record("bf16", seed, seed_sd=0.0, offset=0.02 * margins[seed % len(margins)])
@@ -210,6 +217,7 @@ def undecided(plan: SeedPlan | None, pairs: int, *, margins: Sequence[float]) ->
         command="python -m harness +sweep=precision",
         descriptions={},
         plan=plan,
+        same_point={} if probe is None else {"bf16": probe},
     )
     (verdict,) = findings.verdicts
     assert verdict.outcome == "inconclusive"
@@ -226,6 +234,16 @@ def test_the_last_look_says_what_would_settle_it() -> None:
     assert verdict.settle[0].endswith(command)
     assert any("decision.margin=" in sentence for sentence in verdict.settle)
     assert set(verdict.accepting_margins) == {"train", "held_out"}
+
+
+def test_no_margin_answers_a_failing_probe() -> None:
+    # The mean lies outside the margin, so seeds may still reject; an acceptance is not to be had.
+    margins = (0.6, 1.7, 1.3, 0.9)
+    passing = undecided(LOOKS, 8, margins=margins, probe=make_same_point())
+    assert any("decision.margin=" in sentence for sentence in passing.settle)
+    failing = undecided(LOOKS, 8, margins=margins, probe=make_same_point(retention=0.2))
+    assert failing.settle
+    assert not any("decision.margin=" in sentence for sentence in failing.settle)
 
 
 def test_an_earlier_look_just_goes_on() -> None:

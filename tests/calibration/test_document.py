@@ -15,6 +15,7 @@ from harness.analysis.rule import DecisionRule
 from harness.calibration import study
 from harness.calibration.arm_tables import arm_row
 from harness.calibration.bank import Bank, run_key, write_run
+from harness.calibration.in_short import in_short
 from harness.calibration.page_text import margins_text, share_text, table
 from harness.calibration.study import JUDGED_FOLDER, StudyResult, run_study
 from harness.calibration.tables import wanted_text
@@ -283,7 +284,7 @@ def test_a_null_arm_that_its_seeds_call_grey_is_called_so(tmp_path: Path) -> Non
 def test_targets_in_words_are_their_limits() -> None:
     assert wanted_text(Aim(value=None, limit=0.005)) == "at most 0.5 %"
     assert wanted_text(Aim(value=0.1, limit=0.95, at_least=True)) == "at least 95 %"
-    assert wanted_text(Aim(value=0.1, limit=None)) == "report"
+    assert wanted_text(Aim(value=0.1, limit=None)) == "none"
 
 
 def test_a_stored_result_rests_on_all_code_that_judges() -> None:
@@ -299,3 +300,28 @@ def test_a_stored_result_rests_on_all_code_that_judges() -> None:
     # The bank is what is judged; its records carry their own hash.
     hashed = {Path(name).stem for name in study._JUDGING if name.startswith("calibration/")}
     assert hashed == needed - {"bank"}
+
+
+def test_the_first_lines_say_what_a_verdict_is_worth_and_what_is_in_no_rate(
+    written: tuple[Path, StudyResult],
+) -> None:
+    _, result = written
+    assert "Can a verdict be trusted?" in result.document.read_text(encoding="utf-8")
+    (recurrent,) = (task for task in result.tasks if task.task == "recurrent")
+    (nan,) = (arm for arm in recurrent.arms if arm.name == "nan")
+    tally = dataclasses.replace(nan.tallies["ours@looks"], accept=0.64, reject=0.36)
+    tally = dataclasses.replace(tally, inconclusive=0.0)
+    rare = dataclasses.replace(
+        nan,
+        name="rare",
+        truth=dataclasses.replace(nan.truth, label="intermittent", hard_failures=0.125),
+        tallies={**nan.tallies, "ours@looks": tally},
+    )
+    tasks = (dataclasses.replace(recurrent, arms=(*recurrent.arms, rare)),)
+    text = in_short(tasks, "B", names="half B")
+    assert "accepted were `recurrent/rare` in 64 % (12 % of the seeds fail)" in text
+    harm = [arm for arm in recurrent.arms if arm.group == "harm"]
+    assert f"The {len(harm)} arms that harm" in text
+    # Without looks there is nothing to say.
+    none = tuple(dataclasses.replace(task, arms=()) for task in tasks)
+    assert in_short(none, "B", names="half B") == ""

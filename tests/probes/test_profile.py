@@ -120,7 +120,7 @@ def ratio(value: float) -> TimeRatio:
 def test_sentences() -> None:
     stuck = [op("mm", "matmul", "bf16", 29.0), op("gelu", "elementwise", "fp32", 71.0)]
     assert make_profile(stuck, steps=1, policy=BF16, ratio=ratio(1 / 1.1)).sentence == (
-        "bf16 gains 1.1x because 71 % of the time is in FP32 element-wise ops"
+        "bf16 gains 1.1x and no more because 71 % of the time is in FP32 element-wise ops"
     )
     fast = [op("mm", "matmul", "bf16", 90.0), op("gelu", "elementwise", "fp32", 10.0)]
     assert make_profile(fast, steps=1, policy=BF16, ratio=ratio(0.5)).sentence == (

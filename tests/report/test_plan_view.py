@@ -129,7 +129,7 @@ def test_a_fixed_plan_has_no_looks_but_says_what_it_is() -> None:
 
 def test_plans_with_looks_say_what_they_may_err(adaptive: ModelFindings) -> None:
     line = plan_line(adaptive)
-    assert "Looks at 3, 5 and 8 seeds, which may err with 0.02, 0.015 and 0.015" in line
+    assert "Looks at 3, 5 and 8 seeds, which may err with probability 0.02, 0.015 and 0.015" in line
     assert "together at most 0.05" in line
     assert "after every seed from 3 to 8" in plan_line(dataclasses.replace(adaptive, plan=ALWAYS))
     assert savings_line(adaptive).endswith("Not run: tf32 5 and bf16_pure 7.")
@@ -152,7 +152,7 @@ def test_a_policy_that_only_holm_holds_back_says_so_in_its_row() -> None:
 def test_one_look_has_one_level() -> None:
     plan = SeedPlan(kind="looks", looks=(3,), alphas=(0.05,))
     line = plan_line(make_findings(plan=plan))
-    assert line == "One look at 3 seeds, which may err with 0.05."
+    assert line == "One look at 3 seeds, which may err with probability 0.05."
 
 
 def test_every_verdict_says_what_it_could_not_have_seen(adaptive: ModelFindings) -> None:

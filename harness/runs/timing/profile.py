@@ -118,7 +118,8 @@ def _sentence(
     verb = f"gains {gain:.2g}x" if gain >= _NO_LOSS + 0.1 else f"gains nothing ({gain:.2f}x)"
     if gain < _SMALL_GAIN and untouched[largest] > shares["low"]:
         where = f"{_percent(untouched[largest])} of the time is in {largest}"
-        return f"{name} {verb} because {where}"
+        no_more = " and no more" if gain >= _NO_LOSS + 0.1 else ""
+        return f"{name} {verb}{no_more} because {where}"
     return f"{name} {verb}: {told}"
 
 
