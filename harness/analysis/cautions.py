@@ -12,7 +12,14 @@ from harness.analysis.findings import Reason, caveat, warning
 from harness.analysis.gates import Comparison, logged_in_low_precision
 from harness.analysis.pairing import Pair
 from harness.analysis.rule import DecisionRule
-from harness.analysis.wording import ENDPOINT_NAMES, in_margins, in_words, number, percent
+from harness.analysis.wording import (
+    ENDPOINT_NAMES,
+    counted,
+    in_margins,
+    in_words,
+    number,
+    percent,
+)
 from harness.runs.record import RunRecord
 
 
@@ -44,7 +51,7 @@ def candidate_caveats(comparison: Comparison, *, num_failures: int) -> tuple[Rea
     if runs and num_failures == 0:
         bound = statistics.failure_rate_bound(len(runs))
         message = (
-            f"No run failed in {len(runs)} seed{'' if len(runs) == 1 else 's'}, which still leaves "
+            f"No run failed in {counted(len(runs), 'seed')}, which still leaves "
             f"a failure rate of up to {percent(bound)} possible (95 % bound)."
         )
         caveats.append(caveat("FAILURE_RATE_BOUND", message, bound))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from harness.analysis import statistics
 from harness.analysis.findings import Endpoint, Estimate, Outcome, Reason
 from harness.analysis.rule import DecisionRule
-from harness.analysis.wording import ENDPOINT_NAMES, in_margins, in_words
+from harness.analysis.wording import ENDPOINT_NAMES, counted, in_margins, in_words
 
 __all__ = ["DecisionRule", "TestResult", "estimate", "non_inferiority", "worst_endpoint"]
 
@@ -179,7 +179,7 @@ def _inferior(endpoint: Endpoint, e: Estimate) -> Reason:
 
 
 def _too_few(pairs: int, rule: DecisionRule) -> Reason:
-    message = f"{pairs} pair{'' if pairs == 1 else 's'} of runs; the test needs {rule.min_pairs}."
+    message = f"{counted(pairs, 'pair')} of runs; the test needs {rule.min_pairs}."
     return _reason("TOO_FEW_SEEDS", message, float(pairs), float(rule.min_pairs))
 
 

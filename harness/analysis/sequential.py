@@ -25,7 +25,7 @@ from harness.analysis.rule import DecisionRule
 from harness.analysis.seed_plan import SeedPlan
 from harness.analysis.setting import Setting
 from harness.analysis.verdicts import Reference, compare
-from harness.analysis.wording import in_margins, number, seeds_text
+from harness.analysis.wording import counted, in_margins, number, seeds_text
 from harness.precision.policy import PrecisionPolicy
 from harness.runs.record import RunRecord
 
@@ -58,9 +58,9 @@ class Look:
     def name(self) -> str:
         """How a sentence calls it."""
         if not self.plan.adaptive:
-            return f"with {_seeds(len(self.setting.seeds))}, as planned"
+            return f"with {counted(len(self.setting.seeds), 'seed')}, as planned"
         count = f"look {self.index + 1} of {len(self.plan.looks)}"
-        return f"at {count} ({_seeds(len(self.setting.seeds))})"
+        return f"at {count} ({counted(len(self.setting.seeds), 'seed')})"
 
 
 def measure_reference(references: Runs, rule: DecisionRule) -> Reference:
@@ -274,7 +274,3 @@ def _sentence(verdict: Verdict, look: Look, stop: Stop, missing: tuple[int, ...]
     lacking = f", of which {seeds_text(missing)} are not there" if missing else ""
     level = number(look.plan.alphas[look.index + 1])
     return f"Not yet settled {name}; the next look is at {after} seeds, level {level}{lacking}."
-
-
-def _seeds(count: int) -> str:
-    return f"{count} seed{'' if count == 1 else 's'}"

@@ -110,6 +110,11 @@ def listing(names: Sequence[str], *, last: str = "and") -> str:
     return f"{', '.join(names[:-1])} {last} {names[-1]}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return `1 seed`, `3 seeds`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def seeds_text(seeds: Sequence[int]) -> str:
     """Return `seed 1` or `seeds 0, 1 and 2`."""
     return f"seed{'' if len(seeds) == 1 else 's'} {listing([str(seed) for seed in seeds])}"

@@ -66,18 +66,6 @@ def arms_of(task: str, *, quick: bool = False) -> tuple[Arm, ...]:
     return tuple(arm for arm in arms if arm.name in QUICK.get(task, ()))
 
 
-def arm_named(task: str, name: str) -> Arm:
-    """Return one arm of a task.
-
-    Raises:
-        ValueError: The task has no such arm, or there is no such task.
-    """
-    for arm in arms_of(task):
-        if arm.name == name:
-            return arm
-    raise ValueError(f"arm={name!r} is not allowed with task={task!r}")
-
-
 def workload_of(task: str, arm: Arm) -> Workload:
     """Return the task as this arm trains it."""
     return make_task(task, arm.seams, arm.hooks, arm.shards)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.analysis.rule import DecisionRule
-from harness.analysis.wording import listing
+from harness.analysis.wording import counted, listing
 from harness.calibration import arm_tables, tables
 from harness.calibration.contenders import Contender, contenders
 from harness.calibration.duels import duels
@@ -23,7 +23,7 @@ from harness.calibration.page_prose import (
     targets_met,
     task_sentences,
 )
-from harness.calibration.page_text import counted, share_text
+from harness.calibration.page_text import share_text
 from harness.calibration.plans import FIXED
 from harness.calibration.rates import Half, arms_of, half_of
 from harness.calibration.results import TaskResult

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from harness.analysis.wording import counted
 from harness.calibration.contenders import OURS
-from harness.calibration.page_text import counted, interval_text, margins_text, share_text
+from harness.calibration.page_text import interval_text, margins_text, share_text
 from harness.calibration.plans import LOOKS
 from harness.calibration.rates import Half, Rate, arms_of, mean_of, rate
 from harness.calibration.results import ArmResult, Group, ShiftCurve, TaskResult

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from harness.analysis.rule import DecisionRule
 from harness.analysis.statistics import failure_rate_bound
-from harness.analysis.wording import listing
+from harness.analysis.wording import counted, listing
 from harness.calibration.duels import Duel
-from harness.calibration.page_text import counted, share_text
+from harness.calibration.page_text import share_text
 from harness.calibration.plans import FIXED, LOOKS
 from harness.calibration.results import TaskResult
 from harness.calibration.targets import Target

@@ -53,11 +53,6 @@ def margins_text(value: float) -> str:
     return f"{rounded:.{digits}f}" if rounded else "0"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return `1 arm`, `2 arms`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int = 0) -> str:
     """Return a Markdown table; cells are escaped, names between backticks are code.
 

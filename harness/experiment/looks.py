@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from harness.analysis.findings import ModelFindings, Verdict
 from harness.analysis.seed_plan import SeedPlan, open_policies
-from harness.analysis.wording import seeds_text
+from harness.analysis.wording import counted, seeds_text
 from harness.experiment.grid import Grid
 from harness.experiment.manifest import Manifest, PlannedRun, workload_choice
 from harness.experiment.seed_plans import seeds_of_look
@@ -118,11 +118,6 @@ def _settled_line(verdict: Verdict) -> str:
         spared = verdict.look.pairs - num_seeds - len(verdict.seeds_dropped)
         line += f" ({counted(spared, 'run')} of this look not started)" if spared > 0 else ""
     return line
-
-
-def counted(number: int, noun: str) -> str:
-    """Return the number with its noun, in the plural where it is one."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def look_line(plan: SeedPlan, index: int, jobs: Sequence[Job]) -> str:

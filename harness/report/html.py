@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.analysis.findings import ModelFindings
+from harness.analysis.wording import counted
 from harness.report.figures.canvas import Drawing, page_svg
 from harness.report.style import PolicyStyle, candidate_styles
 from harness.report.templating import html_environment
-from harness.report.text import counted, outcome_label, safe_name
+from harness.report.text import outcome_label, safe_name
 
 
 def report_page(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.analysis.wording import counted
 from harness.report.evidence import Evidence
-from harness.report.text import NOT_AVAILABLE, counted
+from harness.report.text import NOT_AVAILABLE
 from harness.runs.record import RunRecord
 
 COLUMNS = ("initial weights", "batches", "dropout masks", "held-out data")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from harness.analysis.findings import Estimate, ModelFindings, Reason
-from harness.analysis.wording import margin_basis, number
-from harness.report.text import ENDPOINT_LABELS, ENDPOINTS, candidates, counted, is_number
+from harness.analysis.wording import counted, margin_basis, number
+from harness.report.text import ENDPOINT_LABELS, ENDPOINTS, candidates, is_number
 
 # What decided, for a narrow column; the codes are in the pages and in `decision.json`.
 _REASONS = {

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from harness.analysis.findings import Endpoint, LookSummary, ModelFindings, Verdict
-from harness.analysis.wording import ENDPOINT_NAMES, in_words, listing, number
+from harness.analysis.wording import ENDPOINT_NAMES, counted, in_words, listing, number
 from harness.report.text import (
     ENDPOINT_LABELS,
     NOT_AVAILABLE,
     candidates,
-    counted,
     interval_text,
     is_number,
     outcome_label,

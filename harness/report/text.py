@@ -138,11 +138,6 @@ def percent_text(value: float | None) -> str:
     return f"{significant(100 * value, 3)} %"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return `1 seed`, `3 seeds`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def main_reason(verdict: Verdict) -> Reason | None:
     """Return the reason that decided, or None if the verdict carries none."""
     return verdict.reasons[0] if verdict.reasons else None

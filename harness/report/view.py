@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.analysis.findings import Estimate, ModelFindings, Reason, Verdict
-from harness.analysis.wording import margin_basis
+from harness.analysis.wording import counted, margin_basis
 from harness.report.costs import cost_notes, cost_rows
 from harness.report.evidence import Evidence, trouble
 from harness.report.evidence_view import evidence_context
@@ -31,7 +31,6 @@ from harness.report.text import (
     ENDPOINTS,
     NOT_AVAILABLE,
     code_explanations,
-    counted,
     difference_text,
     endpoints_in_words,
     flattened,

@@ -21,7 +21,7 @@ from harness.analysis.findings import Outcome
 from harness.analysis.pairing import Pair
 from harness.analysis.rivals.curves import PairCurves, curves_of
 from harness.analysis.rule import DecisionRule
-from harness.analysis.wording import number, seeds_text
+from harness.analysis.wording import counted, number, seeds_text
 
 ULP_TWIN = "ulp_twin"
 """What a rule needs that is calibrated on FP32 runs from weights moved by one ulp."""
@@ -104,8 +104,8 @@ class Rival(ABC):
             why = f"the loss is not finite to the last step in {seeds_text(failed)}"
             return Finding(outcome="reject", why=why)
         if len(pairs) < self.min_pairs:
-            counted = f"{len(pairs)} pair{'' if len(pairs) == 1 else 's'} of runs"
-            why = f"{counted}; it needs {self.min_pairs}"
+            runs = f"{counted(len(pairs), 'pair')} of runs"
+            why = f"{runs}; it needs {self.min_pairs}"
             return Finding(outcome="inconclusive", why=why)
         return None
 

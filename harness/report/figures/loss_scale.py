@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from harness.analysis.wording import counted
 from harness.report.evidence import Curve, Evidence, series_curve
 from harness.report.figures.canvas import Drawing, Size, draw, legend_height, panels, step_axis
 from harness.report.figures.curves import legend, plot_curve
 from harness.report.style import Styles
-from harness.report.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

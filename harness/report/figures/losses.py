@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from harness.analysis.wording import counted
 from harness.report.evidence import (
     Curve,
     Evidence,
@@ -26,7 +27,7 @@ from harness.report.figures.canvas import (
 )
 from harness.report.figures.curves import legend, plot_curve, scale_by_decades
 from harness.report.style import PolicyStyle, Styles
-from harness.report.text import counted, in_margins, margins_text, significant
+from harness.report.text import in_margins, margins_text, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
